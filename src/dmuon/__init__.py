@@ -1,0 +1,1 @@
+"""Distributed Muon for PyTorch."""
