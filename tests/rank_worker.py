@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map
 
-GROUP_TIMEOUT = timedelta(seconds=30)
+STORE_TIMEOUT = timedelta(seconds=30)
 
 
 @dataclass
@@ -43,23 +43,29 @@ def work(rank: int, connection: Connection, port: int, log: Path, stack: Path) -
     faulthandler.register(signal.SIGUSR1, file=stack_file, all_threads=True)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which then kills us
     threading.Thread(target=watch_parent, daemon=True).start()
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=GROUP_TIMEOUT)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=STORE_TIMEOUT)
     gc.freeze()  # torch's own objects: they need no look at each collection
     connection.send_bytes(pickle.dumps(Outcome()))
     with contextlib.suppress(EOFError):
         while True:
-            prefix, world_size, payload = pickle.loads(connection.recv_bytes())
-            answer = run(dist.PrefixStore(prefix, store), rank, world_size, payload)
+            call, world_size, group_timeout, payload = pickle.loads(connection.recv_bytes())
+            group = {
+                "store": dist.PrefixStore(call, store),
+                "rank": rank,
+                "world_size": world_size,
+                "timeout": timedelta(seconds=group_timeout),
+            }
+            answer = run(group, payload)
             connection.send_bytes(answer)
             connection.recv_bytes()  # every rank has answered
             leave()
 
 
-def run(store: dist.Store, rank: int, world_size: int, payload: bytes) -> bytes:
-    """Run the pickled call in a new process group; the pickled Outcome."""
+def run(group: dict[str, Any], payload: bytes) -> bytes:
+    """Run the pickled call in a new process group made with the options `group`; the pickled Outcome."""
     try:
         fn, args, kwargs = pickle.loads(payload)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size, timeout=GROUP_TIMEOUT)
+        dist.init_process_group("gloo", **group)
         settle()
         return pickle.dumps(Outcome(value=portable(fn(*args, **kwargs))))
     except BaseException as error:  # pytest's own failures are no Exceptions
@@ -80,8 +86,8 @@ def settle() -> None:
 def leave() -> None:
     """Destroy the process group and forget what torch remembers of it.
 
-    DTensor's caches would hand out meshes of an earlier call to a later one: equal meshes are one key to them,
-    but the process groups behind the earlier mesh are gone.
+    DTensor's caches would hand out meshes of an earlier call to a later one: equal meshes are one key to
+    them, but the process groups behind the earlier mesh are gone.
     """
     if dist.is_initialized():
         dist.destroy_process_group()

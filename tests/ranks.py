@@ -103,12 +103,14 @@ class Ranks:
         /,
         *args: Any,
         timeout: float = 60.0,
+        group_timeout: float = 30.0,
         **kwargs: Any,
     ) -> list[Any]:
         """Return [fn(*args, **kwargs) on rank 0, on rank 1, ...].
 
-        On each rank a gloo process group of `world_size` is up and torch's seed is 0. Tensors in the result
-        come back as detached copies on the CPU; a DTensor in it is an error.
+        On each rank a gloo process group of `world_size` is up (its collectives give up after `group_timeout`
+        seconds) and torch's seed is 0. Tensors in the result come back as detached copies on the CPU; a DTensor
+        in it is an error.
 
         Raises RanksFailed when a rank raises, dies, or has not answered after `timeout` seconds.
         """
@@ -126,9 +128,10 @@ class Ranks:
             self._start()
         self._calls += 1
         workers = self._workers[:world_size]
+        message = pickle.dumps((str(self._calls), world_size, group_timeout, payload))
         try:
             for worker in workers:
-                worker.connection.send_bytes(pickle.dumps((str(self._calls), world_size, payload)))
+                worker.connection.send_bytes(message)
             answers, failures = collect(workers, timeout)
         except BaseException:  # Ctrl-C, or a test's timeout: nobody will read what the ranks answer
             self.close()

@@ -174,6 +174,12 @@ def test_a_hang_is_reported_with_its_stack(ranks: Ranks) -> None:
     assert_usable(ranks)
 
 
+def test_collectives_give_up_after_the_group_timeout(ranks: Ranks) -> None:
+    with pytest.raises(RanksFailed, match=r"\[rank 0\] raised\n(?s:.*)in fails_before_collective") as caught:
+        ranks(3, fails_before_collective, group_timeout=0.5)
+    assert "was still busy" not in str(caught.value)
+
+
 def stops() -> None:
     os.kill(os.getpid(), signal.SIGSTOP)
 
