@@ -1,1 +1,26 @@
-"""Distributed Muon for PyTorch."""
+"""Distributed Muon for PyTorch: every matrix is orthogonalized whole, once, by its one owner.
+
+dmuon.dedicate_params(model, mesh["dp"])                  # before fully_shard
+...                                                       # fully_shard as always
+optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)     # after it
+"""
+
+from .api import dedicate_params, dedicated_parameters, full_tensor
+from .assignment import SMALL_PARAM_THRESHOLD
+from .inspect import get_dedicated_params, get_owned_params, summary
+from .optim.muon import Muon
+from .optim.newton_schulz import newton_schulz
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "SMALL_PARAM_THRESHOLD",
+    "Muon",
+    "dedicate_params",
+    "dedicated_parameters",
+    "full_tensor",
+    "get_dedicated_params",
+    "get_owned_params",
+    "newton_schulz",
+    "summary",
+]

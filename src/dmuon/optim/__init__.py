@@ -1,0 +1,1 @@
+"""The optimizer and its parts: orthogonalization, the update rule, and `Muon`."""

@@ -1,0 +1,215 @@
+"""`dedicate_params`: read the mesh, choose the parameters, plan their owners, install the engine.
+
+No collective is issued here, and everything that cannot work is refused here, on every rank alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import get_args
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from . import base
+from .assignment import Matrix, assign
+from .checkpoint import install_model_hooks
+from .comm import ProcessGroups
+from .group import Precision
+from .layout import DataParallelLayout
+from .optim.newton_schulz import operation_count
+from .parameter import DedicatedParam
+from .runtime import Options, Runtime, find_runtime, has_runtime
+from .selection import Candidate, Predicate, candidates, hidden_matrices, tied_parameters
+
+logger = logging.getLogger(__name__)
+
+HookBoundary = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
+
+
+def dedicate_params(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    predicate: Predicate | None = None,
+    replicate_mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool = True,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    hook_boundary: HookBoundary | None = None,
+    process_groups: ProcessGroups = "isolated",
+) -> list[DedicatedParam]:
+    """Give every matrix of the hidden layers one owner; `fully_shard` will leave these matrices alone.
+
+    Call it before `fully_shard`, on all ranks, on the same model: it replaces each chosen parameter by one
+    that has all its rows on its owner and none elsewhere, and installs forward hooks. No collective is
+    issued; the ranks' weights may still differ, the owner's win at the first forward. The model may be on
+    the meta device, to be materialised by `to_empty` after `fully_shard`.
+
+    Args:
+        model: the whole model, before `fully_shard`.
+        mesh: the data-parallel mesh that `fully_shard` will be given: one dim, or two,
+            `(replicate, shard)`, for HSDP.
+        predicate: `predicate(name, parameter) -> bool` chooses the parameters, by fully qualified name. By
+            default, every 2-D weight of a hidden layer: no embedding, no head, no tied weight, no vector.
+            Frozen parameters are never dedicated.
+        replicate_mesh: for HSDP, the mesh dim that replicates, from the same root mesh as `mesh`, which is
+            then the dim that shards.
+        reshard_after_forward: as for `fully_shard`. True frees the full weights after forward and gathers
+            them again for backward; False keeps them in between.
+        mp_policy: `param_dtype` is the dtype in which weights are gathered, `reduce_dtype` the one in which
+            gradients are reduced. By default, the policy of the enclosing `fully_shard` module. Casting
+            inputs and outputs is left to `fully_shard`.
+        hook_boundary: modules whose dedicated parameters are gathered together when their forward is called:
+            module classes, or `hook_boundary(name, module) -> bool`. By default, the modules that
+            `fully_shard` wraps; if it wraps none, the elements of the model's module lists.
+        process_groups: "isolated" creates process groups of our own; "shared" uses the mesh's.
+
+    Returns:
+        A record per dedicated parameter, in module order (as `get_dedicated_params` gives it again).
+
+    Raises:
+        TypeError: for an argument of another type.
+        ValueError: if nothing is chosen, if a chosen parameter cannot be dedicated (already taken by
+            `fully_shard`, tied, not a floating-point matrix, a DTensor), if the mesh does not fit, or at a
+            second call.
+    """
+    layout = DataParallelLayout.from_meshes(mesh, replicate_mesh)
+    options = _options(reshard_after_forward, mp_policy, hook_boundary, process_groups)
+    if has_runtime(model):
+        raise ValueError(
+            "dedicate_params was already called on this model, or on a part of it. Call it once, on the whole "
+            "model; one predicate can choose from all of it."
+        )
+    chosen = _choose(model, predicate)
+    for candidate in chosen:
+        _check(candidate, model)
+    slots = _assign(model, chosen, layout.size)
+    params = [
+        DedicatedParam(c.name, c.module, c.attribute, layout, layout.owner_of_slot(slot))
+        for c, slot in zip(chosen, slots, strict=True)
+    ]
+    Runtime(model, layout, params, options)
+    install_model_hooks(params)
+    return params
+
+
+def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:
+    """The dedicated parameters themselves, for `fully_shard(..., ignored_params=...)`.
+
+    `fully_shard` leaves them alone without it; it is for code that wraps modules in ways of its own.
+    """
+    return {param.resting for param in find_runtime(model).params}
+
+
+def _options(
+    reshard_after_forward: bool,
+    mp_policy: MixedPrecisionPolicy | None,
+    hook_boundary: HookBoundary | None,
+    process_groups: ProcessGroups,
+) -> Options:
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+    if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
+        raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
+    if process_groups not in get_args(ProcessGroups):
+        raise ValueError(f"process_groups must be one of {get_args(ProcessGroups)}, got {process_groups!r}")
+    return Options(
+        residency="while_used" if reshard_after_forward else "until_backward_done",
+        precision=None if mp_policy is None else Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
+        hook_boundary=_boundary_chooser(hook_boundary),
+        process_groups=process_groups,
+    )
+
+
+def _boundary_chooser(hook_boundary: HookBoundary | None) -> Callable[[str, nn.Module], bool] | None:
+    if hook_boundary is None:
+        return None
+    classes = hook_boundary if isinstance(hook_boundary, tuple) else (hook_boundary,)
+    if all(isinstance(cls, type) and issubclass(cls, nn.Module) for cls in classes):
+        return lambda name, module: isinstance(module, classes)  # type: ignore[arg-type]
+    if callable(hook_boundary) and not isinstance(hook_boundary, type):
+        return hook_boundary
+    raise TypeError(
+        f"hook_boundary must be module classes or a function (name, module), got {hook_boundary!r}"
+    )
+
+
+def _choose(model: nn.Module, predicate: Predicate | None) -> list[Candidate]:
+    """The parameters to dedicate, in module order."""
+    everything = candidates(model)
+    if predicate is None:
+        hidden = hidden_matrices(model)
+        matched = [c for c in everything if id(c.param) in hidden]
+        how = "the model has no 2-D weight of a hidden layer"
+    else:
+        matched = [c for c in everything if predicate(c.name, c.param)]
+        how = "predicate matches no parameter"
+    chosen = [c for c in matched if c.param.requires_grad]
+    if not chosen:
+        if matched:
+            names = ", ".join(c.name for c in matched[:4])
+            how = f"every parameter chosen is frozen ({names}{', ...' if len(matched) > 4 else ''})"
+        there = [c.name for c in everything if c.param.ndim == 2][:4]
+        raise ValueError(
+            f"nothing to dedicate: {how}. Pass predicate=lambda name, param: ... that chooses matrices; the "
+            f"model has, for instance, {', '.join(there) or 'no matrix at all'}."
+        )
+    return chosen
+
+
+def _check(candidate: Candidate, model: nn.Module) -> None:
+    """Refuse what cannot be dedicated, by name."""
+    name, param = candidate.name, candidate.param
+    if id(param) in base.managed_parameters(model):
+        raise ValueError(
+            f"{name} has already been taken by fully_shard. The order is: dmuon.dedicate_params, then "
+            "fully_shard, then dmuon.Muon."
+        )
+    if isinstance(param, DTensor):
+        raise ValueError(
+            f"{name} is a DTensor with placements {param.placements} already; this version dedicates plain "
+            "parameters only. Leave it out by predicate."
+        )
+    if id(param) in tied_parameters(model):
+        raise ValueError(f"{name} is tied to another parameter; leave it to AdamW (choose by predicate)")
+    if param.ndim != 2:
+        raise ValueError(f"{name} has shape {tuple(param.shape)}; only matrices (two dims) can be dedicated")
+    if not param.is_floating_point():
+        raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
+
+
+def _assign(model: nn.Module, chosen: list[Candidate], slots: int) -> list[int]:
+    """An owner slot per parameter, balanced by what their orthogonalization costs.
+
+    Planned by the model's repeated blocks: where FSDP2 will put its boundaries is not known yet.
+    """
+    blocks = base.block_modules(model)
+    numbers: dict[str | None, int] = {}
+    matrices = []
+    for candidate in chosen:
+        block = base.enclosing(candidate.name.rpartition(".")[0], blocks)
+        rows, cols = candidate.param.shape
+        matrices.append(
+            Matrix(
+                cost=operation_count(rows, cols),
+                numel=rows * cols,
+                group=numbers.setdefault(block, len(numbers)),
+            )
+        )
+    return assign(matrices, slots)
+
+
+def full_tensor(param: torch.Tensor) -> torch.Tensor:
+    """The whole value of a parameter, on every rank; collective over the ranks that share it.
+
+    Works alike on dedicated parameters, on FSDP2's (and any other) DTensors, and on plain tensors, which
+    are returned as they are.
+
+    Raises:
+        RuntimeError: if the model that a dedicated parameter belonged to is gone.
+    """
+    return param.full_tensor() if isinstance(param, DTensor) else param

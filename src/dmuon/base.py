@@ -1,0 +1,93 @@
+"""The base parameters, which stay with FSDP2: the one file that knows how FSDP2 works.
+
+FSDP2 lists a module's parameters through `module.named_parameters(recurse=False)`. Between `dedicate_params`
+and sealing, that one call leaves the dedicated ones out on the modules that hold them, by an instance
+attribute; every other way to list parameters shows them all the time. `fully_shard(ignored_params=...)` does
+the same if the user passes `dmuon.dedicated_parameters(model)`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+def hide_from_fully_shard(module: nn.Module, attributes: set[str]) -> None:
+    """Leave `attributes` out of `module.named_parameters(recurse=False)`, until `unhide`."""
+
+    def named_parameters(
+        prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        # The class is looked up at the call: fully_shard changes it.
+        every = type(module).named_parameters(module, prefix, recurse, remove_duplicate)
+        hidden = set() if recurse else {id(module._parameters[name]) for name in attributes}
+        yield from ((name, param) for name, param in every if id(param) not in hidden)
+
+    module.__dict__["named_parameters"] = named_parameters
+
+
+def unhide(module: nn.Module) -> None:
+    """Undo `hide_from_fully_shard`."""
+    module.__dict__.pop("named_parameters", None)
+
+
+def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that `fully_shard` wraps, by name, outermost first."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+
+
+def managed_parameters(model: nn.Module) -> set[int]:
+    """`id` of every parameter that `fully_shard` has taken, whether it is sharded or gathered just now."""
+    managed: set[int] = set()
+    for module in sharded_modules(model).values():
+        for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+            for param in group.fsdp_params:
+                managed.add(id(param.sharded_param))
+                managed.add(id(getattr(param, "_unsharded_param", None)))
+    managed.discard(id(None))
+    return managed
+
+
+def mixed_precision(module: nn.Module) -> MixedPrecisionPolicy:
+    """The policy that a module wrapped by `fully_shard` was given."""
+    return fully_shard.state(module)._mp_policy  # type: ignore[attr-defined]
+
+
+def reshard(model: nn.Module) -> None:
+    """Bring base parameters back to their sharded form, such as after an evaluation without gradients."""
+    for module in sharded_modules(model).values():
+        module.reshard()  # type: ignore[operator]
+
+
+def enclosing(name: str, boundaries: Iterable[str]) -> str | None:
+    """The innermost of the modules `boundaries` (by name) that contains the module `name`, or is it."""
+    around = [b for b in boundaries if b in ("", name) or name.startswith(b + ".")]
+    return max(around, key=len, default=None)
+
+
+def block_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """The repeated blocks of a model: the elements of its outermost module lists, whatever they are called.
+
+    An element that cannot be called itself (a ModuleDict of layers, say) stands for its children. Elements
+    that are single layers (a Sequential of Linear and ReLU) are no blocks.
+    """
+    blocks: dict[str, nn.Module] = {}
+
+    def visit(name: str, module: nn.Module) -> None:
+        for child_name, child in module.named_children():
+            path = f"{name}.{child_name}" if name else child_name
+            is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
+            if is_list and _is_callable(child) and any(True for _ in child.children()):
+                blocks[path] = child
+            else:
+                visit(path, child)
+
+    visit("", model)
+    return blocks
+
+
+def _is_callable(module: nn.Module) -> bool:
+    """Whether the module has a forward of its own, so that hooks on it can fire."""
+    return type(module).forward is not nn.Module.forward

@@ -1,0 +1,138 @@
+"""State dicts in FSDP2's layout: hooks that turn resting tensors into evenly sharded ones, and back.
+
+What a state dict shows of a dedicated parameter is the DTensor that plain FSDP2 would have had there: the
+same mesh, placements and chunk sizes. So `torch.distributed.checkpoint` reads and writes it like any other,
+on any number of ranks, and files do not show that dmuon wrote them.
+
+Each conversion brings one whole matrix at a time to every rank, which costs its bytes once and keeps the
+memory needed at one matrix.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .layout import DataParallelLayout
+from .parameter import DedicatedParam
+
+if TYPE_CHECKING:
+    from .optim.muon import Muon
+
+_MOMENTUM = "momentum_buffer"
+
+
+def install_model_hooks(params: list[DedicatedParam]) -> None:
+    """Convert these parameters in `state_dict` and `load_state_dict` of the modules that hold them."""
+    by_module: dict[nn.Module, list[DedicatedParam]] = {}
+    for param in params:
+        by_module.setdefault(param.module, []).append(param)
+    for module, held in by_module.items():
+        _install_module_hooks(module, held)
+
+
+def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> None:
+    def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
+        for param in params:
+            if prefix + param.attribute in state_dict:
+                state_dict[prefix + param.attribute] = _sharded_weight(param)
+
+    def load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        for param in params:
+            value = state_dict.get(prefix + param.attribute)
+            if value is not None and value.shape == param.full_shape:  # torch reports what does not fit
+                load_weight(param, value)
+                # The weight is in place: whether torch copies or assigns now, it deals with the same object.
+                state_dict[prefix + param.attribute] = param.resting
+
+    module.register_state_dict_post_hook(save)
+    module.register_load_state_dict_pre_hook(load)
+
+
+def _sharded_weight(param: DedicatedParam) -> DTensor:
+    layout = param.layout
+    if param.resting.is_meta:
+        whole = torch.empty(param.full_shape, dtype=param.resting.dtype, device="meta")
+    else:
+        whole = param.full_tensor()
+    return _even_shard(whole, layout)
+
+
+@torch.no_grad()
+def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
+    """Take over a whole weight, or a DTensor of it on any mesh; collective for a DTensor."""
+    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    if param.resting.is_meta:
+        return
+    if param.keeps_weight:
+        param.local.copy_(whole)
+    param.mark_updated()
+    param.published = param.version  # every replica has taken it over by itself
+
+
+def install_optimizer_hooks(optimizer: Muon) -> None:
+    """Convert the momentum of dedicated parameters in the optimizer's `state_dict` and `load_state_dict`."""
+    loaded: dict[DedicatedParam, torch.Tensor] = {}
+
+    def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        state = dict(state_dict["state"])
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for index, resting in enumerate(params):
+            param = optimizer._record(resting)
+            if param is not None and _MOMENTUM in state.get(index, {}):
+                shard = _sharded_momentum(param, state[index][_MOMENTUM])
+                state[index] = {**state[index], _MOMENTUM: shard}
+        return {**state_dict, "state": state}
+
+    def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
+        # to the parameter's dtype on the way in, so it goes round torch.
+        loaded.clear()
+        state = dict(state_dict["state"])
+        for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
+            for resting, key in zip(mine["params"], theirs["params"], strict=False):
+                param = optimizer._record(resting)
+                if param is not None and _MOMENTUM in state.get(key, {}):
+                    entry = dict(state[key])
+                    loaded[param] = entry.pop(_MOMENTUM)
+                    state[key] = entry
+        return {**state_dict, "state": state}
+
+    def after_load(optimizer: Any) -> None:
+        for param, value in loaded.items():
+            if value.shape != param.full_shape:
+                raise ValueError(
+                    f"the momentum to load for {param.param_name} has shape {tuple(value.shape)}, the "
+                    f"parameter {tuple(param.full_shape)}"
+                )
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            optimizer.state[param.resting].pop(_MOMENTUM, None)
+            local = optimizer._momentum(param)
+            if param.is_owner:
+                local.copy_(whole)
+        loaded.clear()
+
+    optimizer.register_state_dict_post_hook(save)
+    optimizer.register_load_state_dict_pre_hook(before_load)
+    optimizer.register_load_state_dict_post_hook(after_load)
+
+
+def _sharded_momentum(param: DedicatedParam, momentum: DTensor) -> DTensor:
+    layout = param.layout
+    whole = torch.empty(param.full_shape, dtype=momentum.dtype, device=layout.device)
+    if param.is_owner:
+        whole.copy_(momentum._local_tensor)
+    layout.broadcast_from_owner(whole, param.coordinate)
+    return _even_shard(whole, layout)
+
+
+def _even_shard(whole: torch.Tensor, layout: DataParallelLayout) -> DTensor:
+    """The rows FSDP2 would keep here, as the DTensor it would have. whole: [rows, cols]."""
+    rows = whole.shape[0]
+    chunk = -(-rows // layout.shard_size)
+    start = min(layout.here.shard * chunk, rows)
+    local = whole[start : min(start + chunk, rows)].clone()
+    return layout.wrap(local, whole.shape, layout.weight_placements())

@@ -1,0 +1,90 @@
+"""What dmuon decided, for people to see: records, and a table of where every parameter went."""
+
+from __future__ import annotations
+
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .optim.newton_schulz import operation_count
+from .parameter import DedicatedParam
+from .runtime import find_runtime
+
+
+def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
+    """A record per dedicated parameter, in module order; the same on every rank.
+
+    Raises:
+        ValueError: if the model has none.
+    """
+    return list(find_runtime(model).params)
+
+
+def get_owned_params(model: nn.Module, rank: int) -> list[DedicatedParam]:
+    """The records of the parameters of whose owner row the global rank `rank` is part.
+
+    Raises:
+        ValueError: if the model has no dedicated parameters.
+    """
+    return [param for param in find_runtime(model).params if param.owner_rank == rank]
+
+
+def summary(model: nn.Module) -> str:
+    """A table of every trainable parameter: its algorithm, its owner, its bytes; and the owners' balance.
+
+    `owner` is the global rank that runs Newton-Schulz for the matrix (of this rank's slice of the mesh).
+    `bytes` are those of the whole tensor. The last lines say how evenly the work is spread: the busiest
+    owner's operations against the mean, and against the best that any assignment can do.
+
+    Raises:
+        ValueError: if the model has no dedicated parameters.
+    """
+    runtime = find_runtime(model)
+    rows = [("parameter", "shape", "dtype", "algorithm", "kept by", "bytes")]
+    totals = {"muon": 0, "adamw": 0}
+    for name, tensor in model.named_parameters():
+        if not tensor.requires_grad:
+            continue
+        param = runtime.record_of(tensor)
+        algorithm = "muon" if param is not None else "adamw"
+        nbytes = tensor.numel() * tensor.element_size()
+        totals[algorithm] += nbytes
+        shape = "x".join(map(str, tensor.shape)) or "scalar"
+        keeper = _owner_text(param) if param is not None else _placement_text(tensor)
+        rows.append((name, shape, str(tensor.dtype).removeprefix("torch."), algorithm, keeper, f"{nbytes:,}"))
+    return "\n".join([*_table(rows), "", *_balance(runtime.params, totals)])
+
+
+def _owner_text(param: DedicatedParam) -> str:
+    where = f"rank {param.owner_rank}"
+    return where if isinstance(param.owner, int) else f"{where} {param.owner}"
+
+
+def _placement_text(tensor: object) -> str:
+    return " ".join(map(str, tensor.placements)) if isinstance(tensor, DTensor) else "every rank"
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Left-aligned columns; the last one, a number, right-aligned."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
+        lines.append("  ".join([*cells, row[-1].rjust(widths[-1])]))
+    return [lines[0], "-" * len(lines[0]), *lines[1:]]
+
+
+def _balance(params: list[DedicatedParam], totals: dict[str, int]) -> list[str]:
+    layout = params[0].layout
+    costs = [operation_count(*param.full_shape) for param in params]
+    loads = [0] * layout.size
+    for param, cost in zip(params, costs, strict=True):
+        loads[layout.slot_of(param.coordinate)] += cost
+    mean = sum(loads) / layout.size
+    bound = max(mean, max(costs))
+    owners = sum(load > 0 for load in loads)
+    return [
+        f"muon: {len(params)} matrices, {totals['muon']:,} bytes, on {owners} of {layout.size} ranks; "
+        f"adamw: {totals['adamw']:,} bytes",
+        f"balance: the busiest owner has {max(loads) / bound:.3f} of the lower bound on its operations, "
+        f"{max(loads) / mean:.3f} of the mean",
+    ]

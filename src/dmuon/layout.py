@@ -1,0 +1,168 @@
+"""Where things live: the data-parallel mesh as dmuon sees it, and the owner coordinate on it.
+
+Every layout is a value here. FSDP2 on one mesh dim and HSDP on two differ in `replicate_size` alone; the
+engine reads the sizes and does not ask which of the two it serves.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+
+@dataclass(frozen=True)
+class Owner:
+    """The coordinate on the data-parallel mesh that keeps a dedicated parameter.
+
+    `shard` selects the rank inside each row (the ranks that shard the model together), `replicate` the row
+    whose copy is the true one. Without HSDP `replicate` is 0.
+    """
+
+    shard: int
+    replicate: int = 0
+
+
+@dataclass(frozen=True)
+class DataParallelLayout:
+    """The data-parallel mesh, this rank's place on it, and the ranks it talks to.
+
+    `mesh` is the very mesh that FSDP2 is given: `(shard,)`, or `(replicate, shard)` under HSDP, so that
+    dedicated and base parameters meet in the same DTensor operations.
+    """
+
+    mesh: DeviceMesh
+    row: tuple[int, ...]  # global ranks that share my replicate coordinate, by shard coordinate
+    column: tuple[int, ...]  # global ranks that share my shard coordinate, by replicate coordinate
+    here: Owner  # my own coordinate
+
+    @property
+    def shard_size(self) -> int:
+        """Number of ranks in a row."""
+        return len(self.row)
+
+    @property
+    def replicate_size(self) -> int:
+        """Number of rows; 1 without HSDP."""
+        return len(self.column)
+
+    @property
+    def size(self) -> int:
+        """Number of data-parallel ranks, which is the number of owner slots."""
+        return self.shard_size * self.replicate_size
+
+    @property
+    def device(self) -> torch.device:
+        """The device on which this rank keeps its parameters."""
+        if self.mesh.device_type == "cpu":
+            return torch.device("cpu")
+        return torch.device(
+            self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device()
+        )
+
+    def owner_of_slot(self, slot: int) -> Owner:
+        """Slot `i` of the assignment as a coordinate: shard first, so that early slots fill a row."""
+        return Owner(shard=slot % self.shard_size, replicate=slot // self.shard_size)
+
+    def slot_of(self, owner: Owner) -> int:
+        """The inverse of `owner_of_slot`."""
+        return owner.replicate * self.shard_size + owner.shard
+
+    def global_rank(self, owner: Owner) -> int:
+        """The global rank at a data-parallel coordinate (of this rank's own slice of the mesh)."""
+        ranks = self.mesh.mesh if self.mesh.ndim == 2 else self.mesh.mesh.unsqueeze(0)  # [replicate, shard]
+        return int(ranks[owner.replicate, owner.shard])
+
+    def keeps_weight(self, owner: Owner) -> bool:
+        """Whether this rank keeps the weight at rest: the owner, and its replicas in the other rows."""
+        return self.here.shard == owner.shard
+
+    def is_owner(self, owner: Owner) -> bool:
+        """Whether this rank is the owner: it keeps momentum and gradient and runs Newton-Schulz."""
+        return self.here == owner
+
+    def weight_placements(self) -> tuple[Placement, ...]:
+        """Placements of a resting weight, which are FSDP2's own."""
+        return (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
+
+    def owner_placements(self) -> tuple[Placement, ...]:
+        """Placements of what lives on the one owner: gradient and momentum."""
+        return (Shard(0),) if self.mesh.ndim == 1 else (Shard(0), Shard(0))
+
+    def wrap(self, local: torch.Tensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
+        """A DTensor of global `shape` whose local part is `local`: all rows here, or no row.
+
+        Such a tensor is uneven on purpose; see `docs/design.md` for what torch does right with it.
+        """
+        stride = torch.empty(shape, device="meta").stride()
+        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
+
+    def broadcast_from_owner(self, whole: torch.Tensor, owner: Owner) -> None:
+        """Bring a tensor from the owner to all data-parallel ranks, in place: down its column, then along
+        the rows. Synchronous, on the mesh's own process groups."""
+        if self.replicate_size > 1 and self.keeps_weight(owner):
+            dist.broadcast(whole, self.column[owner.replicate], group=self.mesh.get_group(0))
+        if self.shard_size > 1:
+            dist.broadcast(whole, self.row[owner.shard], group=self.mesh.get_group(self.mesh.ndim - 1))
+
+    @classmethod
+    def from_meshes(cls, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None = None) -> DataParallelLayout:
+        """Read the layout off the meshes the user passed.
+
+        Args:
+            mesh: the 1-D mesh that shards, or the 2-D `(replicate, shard)` mesh of HSDP.
+            replicate_mesh: the 1-D mesh that replicates, from the same root mesh as `mesh`.
+
+        Raises:
+            TypeError: if an argument is not a DeviceMesh.
+            ValueError: for another number of dims, unnamed dims under HSDP, or meshes of different roots.
+        """
+        for name, value in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
+            if value is not None and not isinstance(value, DeviceMesh):
+                raise TypeError(f"{name} must be a DeviceMesh, got {type(value).__name__}")
+        if replicate_mesh is not None:
+            mesh = _hsdp_mesh(mesh, replicate_mesh)
+        if mesh.ndim not in (1, 2):
+            raise ValueError(
+                f"mesh must have one dim (FSDP2) or two, (replicate, shard) (HSDP); got {mesh.ndim} dims. "
+                'Pass the data-parallel slice, such as mesh["dp"].'
+            )
+        if mesh.ndim == 2 and mesh.mesh_dim_names is None:
+            raise ValueError(
+                "a two-dimensional mesh needs mesh_dim_names, as fully_shard does: "
+                'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+            )
+        coordinate = mesh.get_coordinate()
+        if coordinate is None:
+            raise ValueError(f"rank {dist.get_rank()} is not part of {mesh}")
+        row = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
+        column = dist.get_process_group_ranks(mesh.get_group(0)) if mesh.ndim == 2 else [dist.get_rank()]
+        here = Owner(coordinate[-1], coordinate[0] if mesh.ndim == 2 else 0)
+        return cls(mesh, tuple(row), tuple(column), here)
+
+
+def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh:
+    """The 2-D `(replicate, shard)` slice that two 1-D slices of one root mesh came from."""
+    for name, value in (("mesh", shard_mesh), ("replicate_mesh", replicate_mesh)):
+        if value.ndim != 1:
+            raise ValueError(f"with replicate_mesh both meshes must have one dim; {name} has {value.ndim}")
+        if value.mesh_dim_names is None:
+            raise ValueError(
+                f"{name} has no mesh_dim_names; HSDP needs named dims: slice both meshes from one "
+                'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
+            )
+    assert shard_mesh.mesh_dim_names is not None  # for the type checker; checked above
+    assert replicate_mesh.mesh_dim_names is not None
+    names = (replicate_mesh.mesh_dim_names[0], shard_mesh.mesh_dim_names[0])
+    root = shard_mesh._get_root_mesh()
+    if root != replicate_mesh._get_root_mesh() or any(n not in (root.mesh_dim_names or ()) for n in names):
+        raise ValueError(
+            f"mesh ({names[1]!r}) and replicate_mesh ({names[0]!r}) must be slices of one root mesh: "
+            f'root["{names[1]}"] and root["{names[0]}"]'
+        )
+    if names[0] == names[1]:
+        raise ValueError(f"mesh and replicate_mesh are the same mesh dim {names[0]!r}")
+    return root[names]

@@ -1,0 +1,339 @@
+"""The optimizer: Muon for dedicated matrices, torch's AdamW for everything else."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, overload
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW, Optimizer
+
+from .. import base, checkpoint
+from ..inspect import summary
+from ..parameter import DedicatedParam
+from ..runtime import find_runtime
+from .newton_schulz import Algorithm, Coefficients, newton_schulz, resolve_coefficients
+from .update import AdjustLR, apply_update, check_rule, momentum_step
+
+logger = logging.getLogger(__name__)
+
+
+class Muon(Optimizer):
+    """Muon with one owner per matrix, and AdamW for the rest of the model, as one optimizer.
+
+    A step has four phases:
+
+    1. *Owners update.* For each dedicated matrix that has a gradient, its owner advances the momentum, runs
+       Newton-Schulz on the whole matrix, decays and updates the weight. The other ranks do nothing for it,
+       and no collective is issued: the gradient came to the owner during backward, and the next forward
+       gathers the new weight.
+    2. *Publish* (HSDP only). The owners start to send the new weights to their replicas.
+    3. *AdamW* updates the base parameters, as `torch.optim.AdamW` would.
+    4. With `replicate_async=False`, wait for what phase 2 has started.
+
+    The update of a matrix is that of `torch.optim.Muon` (see `dmuon.optim.update`) on the gradient averaged
+    over all data-parallel ranks. A matrix that no rank had a gradient for is left alone, decay included.
+
+    Build it after `fully_shard`, on all ranks. `param_groups` of the optimizer are ordinary ones, for
+    schedulers and logging: each has an entry `algorithm`, "muon" or "adamw". By default there is one of each.
+
+    Args:
+        model: the model that went through `dedicate_params`; trainable parameters only are optimized.
+        lr: learning rate of Muon, before the scale of `adjust_lr_fn`.
+        momentum: in [0, 1).
+        weight_decay: decoupled, for dedicated matrices.
+        nesterov: Nesterov momentum.
+        ns_steps: number of Newton-Schulz iterations.
+        ns_coefficients: "quintic", "polar_express", "you", a triple, or a sequence of triples.
+        ns_dtype: dtype of Newton-Schulz; by default float32 on CPU and bfloat16 on CUDA.
+        adjust_lr_fn: "original" scales the update by sqrt(max(1, rows / cols)), "match_rms_adamw" by
+            0.2 sqrt(max(rows, cols)), "none" not at all; of the whole matrix.
+        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
+        param_groups: groups with settings of their own, `{"params": [...], "lr": ..., ...}`. `params` holds
+            parameters of the model (as it is now, after `fully_shard`) or their names; each group is either
+            all dedicated or all base. `lr`, `weight_decay` and the rest are those of the group's algorithm.
+            Trainable parameters in no group go to a default group each for Muon and AdamW.
+        replicate_async: under HSDP, let `step` return before the replicas have the new weights; the next
+            reader waits. The weights are the same either way.
+        maximize: ascend instead of descend.
+        ns_algorithm: "direct", "gram", or "auto" by operation count.
+        momentum_dtype: dtype of the momentum buffers.
+        adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA.
+
+    Raises:
+        ValueError: for settings out of range, by name; for a model without dedicated parameters; for
+            parameters that are not the model's; for base parameters that nothing keeps equal across ranks.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lr: float | torch.Tensor = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        nesterov: bool = True,
+        ns_steps: int = 5,
+        ns_coefficients: Coefficients = "quintic",
+        ns_dtype: torch.dtype | None = None,
+        adjust_lr_fn: AdjustLR = "original",
+        adamw_lr: float | torch.Tensor = 1e-3,
+        adamw_betas: tuple[float, float] = (0.9, 0.95),
+        adamw_eps: float = 1e-8,
+        adamw_weight_decay: float = 0.0,
+        param_groups: Iterable[Mapping[str, Any]] | None = None,
+        replicate_async: bool = True,
+        maximize: bool = False,
+        *,
+        ns_algorithm: Algorithm = "auto",
+        momentum_dtype: torch.dtype = torch.float32,
+        adamw_fused: bool | None = None,
+    ) -> None:
+        self._runtime = find_runtime(model)
+        self._runtime.seal()
+        base.reshard(model)
+        self._model = model
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._verified = False
+        self.replicate_async = replicate_async
+        self.momentum_dtype = _check_dtype("momentum_dtype", momentum_dtype)
+        self._muon_defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "ns_steps": ns_steps,
+            "ns_coefficients": ns_coefficients,
+            "ns_dtype": ns_dtype,
+            "ns_algorithm": ns_algorithm,
+            "adjust_lr_fn": adjust_lr_fn,
+            "maximize": maximize,
+        }
+        self._adamw_defaults = {
+            "lr": adamw_lr,
+            "betas": adamw_betas,
+            "eps": adamw_eps,
+            "weight_decay": adamw_weight_decay,
+            "maximize": maximize,
+        }
+        fused = self._runtime.layout.device.type == "cuda" if adamw_fused is None else adamw_fused
+        self._adamw_kernel = {"fused": True} if fused else {"foreach": True}
+        self._adamw: AdamW | None = None
+        _check_muon({**self._muon_defaults})
+        _check_adamw(self._adamw_defaults)
+        self._check_base_parameters()
+        super().__init__(self._complete_groups(param_groups or ()), {})
+        checkpoint.install_optimizer_hooks(self)
+        logger.info("%s", summary(model))
+
+    # Groups
+
+    def _complete_groups(self, groups: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The user's groups with their parameters looked up, and default groups for what they leave out."""
+        if isinstance(groups, (Mapping, str, torch.Tensor)):
+            raise ValueError('param_groups must be a sequence of dicts such as {"params": [...], "lr": 0.01}')
+        complete = [self._resolve(group) for group in groups]
+        taken = {id(param) for group in complete for param in group["params"]}
+        rest = [p for _, p in self._model.named_parameters() if p.requires_grad and id(p) not in taken]
+        for dedicated in (True, False):
+            params = [p for p in rest if (self._record(p) is not None) == dedicated]
+            if params:
+                complete.append({"params": params})
+        return complete
+
+    def _resolve(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        """A group whose `params` are parameters of the model; they may be given by name."""
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
+        by_name = dict(self._model.named_parameters())
+        given = group["params"]
+        given = [given] if isinstance(given, (torch.Tensor, str)) else list(given)
+        params = []
+        for item in given:
+            if isinstance(item, tuple) and len(item) == 2:  # as model.named_parameters() gives them
+                item = item[1]
+            if isinstance(item, str):
+                if item not in by_name:
+                    raise ValueError(f"param_groups: the model has no parameter {item!r}")
+                item = by_name[item]
+            if id(item) not in self._names:
+                shape = tuple(getattr(item, "shape", ()))
+                raise ValueError(
+                    f"param_groups: a parameter of shape {shape} is not one of the model's parameters (any "
+                    "more). dedicate_params and fully_shard replace parameters: collect them afterwards, or "
+                    "give them by name."
+                )
+            params.append(item)
+        return {**group, "params": params}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group; its parameters are all dedicated or all base, and decide its algorithm.
+
+        Raises:
+            ValueError: for mixed groups, unknown or bad settings, and parameters that are not the model's.
+        """
+        group = self._resolve(param_group)
+        dedicated = {self._record(param) is not None for param in group["params"]}
+        if len(dedicated) > 1:
+            names = [self._names[id(p)] for p in group["params"] if self._record(p) is not None]
+            raise ValueError(
+                f"a parameter group mixes dedicated parameters ({names[0]}, ...) with others; make it two "
+                "groups, whose learning rates are Muon's and AdamW's"
+            )
+        is_muon = dedicated == {True}
+        defaults = self._muon_defaults if is_muon else self._adamw_defaults
+        unknown = set(group) - set(defaults) - {"params", "algorithm", "initial_lr", "name"}
+        if unknown:
+            raise ValueError(
+                f"unknown settings {sorted(unknown)} in a parameter group of "
+                f"{'Muon' if is_muon else 'AdamW'}; known are {sorted(defaults)}"
+            )
+        group = {**defaults, **group, "algorithm": "muon" if is_muon else "adamw"}
+        (_check_muon if is_muon else _check_adamw)(group)
+        super().add_param_group(group)
+
+    def _record(self, param: torch.Tensor) -> DedicatedParam | None:
+        return self._runtime.record_of(param)
+
+    def _check_base_parameters(self) -> None:
+        """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence."""
+        if self._runtime.layout.size == 1:
+            return
+        for name, param in self._model.named_parameters():
+            if param.requires_grad and self._record(param) is None and not isinstance(param, DTensor):
+                raise ValueError(
+                    f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
+                    f"{self._runtime.layout.size} data-parallel ranks. Wrap the model with fully_shard(model, "
+                    "mesh=...) after dedicate_params and before dmuon.Muon, or freeze the parameter."
+                )
+
+    # The step
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Callable[[], float]) -> float: ...
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Update all parameters that have a gradient.
+
+        Args:
+            closure: re-evaluates the model and returns the loss, on all ranks.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._verify_parameters()
+        updated = self._owners_update()
+        self._runtime.publish(updated, wait=False)
+        self._step_adamw()
+        if not self.replicate_async:
+            self._runtime.wait_published()
+        return loss
+
+    def _owners_update(self) -> set[DedicatedParam]:
+        """Phase 1. Returns what has been updated, which is the same set on all ranks."""
+        updated = set()
+        for group in self.param_groups:
+            if group["algorithm"] != "muon":
+                continue
+            rule = check_rule(group)
+            for resting in group["params"]:
+                param = self._record(resting)
+                if resting.grad is None or param is None:
+                    continue
+                momentum = self._momentum(param)
+                if param.is_owner and param.had_gradient():
+                    update = momentum_step(momentum, param.local_gradient, rule)
+                    orthogonal = newton_schulz(
+                        update,
+                        steps=group["ns_steps"],
+                        coefficients=group["ns_coefficients"],
+                        dtype=group["ns_dtype"],
+                        algorithm=group["ns_algorithm"],
+                    )
+                    apply_update(param.local, orthogonal, rule)
+                param.mark_updated()
+                updated.add(param)
+        return updated
+
+    def _momentum(self, param: DedicatedParam) -> torch.Tensor:
+        """This rank's part of the momentum: the whole matrix on the owner, no rows elsewhere."""
+        state = self.state[param.resting]
+        if "momentum_buffer" not in state:
+            rows = param.full_shape[0] if param.is_owner else 0
+            local = torch.zeros(
+                (rows, *param.full_shape[1:]), dtype=self.momentum_dtype, device=param.layout.device
+            )
+            placements = param.layout.owner_placements()
+            state["momentum_buffer"] = param.layout.wrap(local, param.full_shape, placements)
+        return state["momentum_buffer"]._local_tensor
+
+    def _step_adamw(self) -> None:
+        """Phase 3: torch's AdamW on our groups and our state, which a load may have replaced."""
+        groups = [group for group in self.param_groups if group["algorithm"] == "adamw"]
+        if not groups:
+            return
+        if self._adamw is None:
+            self._adamw = AdamW(groups[0]["params"], **self._adamw_kernel)  # type: ignore[arg-type]
+        self._adamw.state = self.state
+        self._adamw.param_groups = [
+            {**self._adamw.defaults, **group, "lr": float(group["lr"]), "params": params}
+            for group in groups
+            for params in _by_mesh(group["params"])
+        ]
+        self._adamw.step()
+
+    def _verify_parameters(self) -> None:
+        """Once: the base parameters we were given must still be the model's."""
+        if self._verified:
+            return
+        current = {id(p) for p in self._model.parameters()} | base.managed_parameters(self._model)
+        for group in self.param_groups:
+            for param in group["params"]:
+                if self._record(param) is None and id(param) not in current:
+                    raise RuntimeError(
+                        f"{self._names[id(param)]} is no longer a parameter of the model, so that updating it "
+                        "would change nothing. Call fully_shard (and whatever else replaces parameters) "
+                        "before dmuon.Muon."
+                    )
+        self._verified = True
+
+
+def _by_mesh(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Split by device mesh: one foreach operation does not take tensors of several meshes."""
+    split: dict[Any, list[torch.Tensor]] = {}
+    for param in params:
+        split.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
+    return list(split.values())
+
+
+def _check_muon(group: dict[str, Any]) -> None:
+    """Validate a Muon group's settings by name."""
+    check_rule(group)
+    resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+    if group["ns_dtype"] is not None:
+        _check_dtype("ns_dtype", group["ns_dtype"])
+    if group["ns_algorithm"] not in ("auto", "direct", "gram"):
+        raise ValueError(f"ns_algorithm must be 'auto', 'direct' or 'gram', got {group['ns_algorithm']!r}")
+
+
+def _check_adamw(group: Mapping[str, Any]) -> None:
+    """Validate an AdamW group's settings, by the check of torch's own AdamW."""
+    probe = [torch.zeros(1)]
+    settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
+    try:
+        AdamW(probe, lr=float(group["lr"]), **settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"AdamW settings: {error}") from error
+
+
+def _check_dtype(name: str, dtype: object) -> torch.dtype:
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
+    return dtype

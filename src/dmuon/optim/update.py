@@ -1,0 +1,113 @@
+"""The update rule of Muon on whole matrices: pure functions that know nothing about ranks.
+
+The rule is that of `torch.optim.Muon`, after K. Jordan et al., "Muon: An optimizer for hidden layers in
+neural networks" (2024), with decoupled weight decay as in arXiv:2502.16982:
+
+    B <- mu B + (1 - mu) G
+    U = (1 - mu) G + mu B  if nesterov else  B
+    W <- (1 - lr wd) W - lr s(rows, cols) NewtonSchulz(U)
+
+Newton-Schulz does not see the scale of U, so that the average written here and the sum `B <- mu B + G` of the
+original give the same weights; what is kept in a checkpoint is the average, as torch keeps it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+AdjustLR = Literal["original", "match_rms_adamw", "none"]
+
+
+@dataclass(frozen=True)
+class UpdateRule:
+    """The settings of one parameter group, validated.
+
+    Attributes:
+        lr: learning rate, before the shape's scale.
+        momentum: mu, in [0, 1).
+        weight_decay: decoupled, times `lr` (not times the scaled learning rate).
+        nesterov: look ahead by one momentum step.
+        adjust_lr_fn: how the update is scaled by its shape, see `shape_scale`.
+        maximize: ascend instead of descend.
+    """
+
+    lr: float
+    momentum: float
+    weight_decay: float
+    nesterov: bool
+    adjust_lr_fn: AdjustLR
+    maximize: bool = False
+
+
+def shape_scale(rows: int, cols: int, adjust_lr_fn: AdjustLR) -> float:
+    """Factor on the learning rate for a matrix of this shape (the whole one, never a piece).
+
+    "original" is sqrt(max(1, rows / cols)), "match_rms_adamw" is 0.2 sqrt(max(rows, cols)) (arXiv:2502.16982),
+    "none" is 1.
+    """
+    if adjust_lr_fn == "original":
+        return math.sqrt(max(1.0, rows / cols))
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, cols))
+    return 1.0
+
+
+def check_adjust_lr_fn(value: object) -> AdjustLR:
+    """`value` if it names a scale (None: "original", as for torch), else ValueError with the names."""
+    if value is None:
+        return "original"
+    if value not in get_args(AdjustLR):
+        raise ValueError(f"adjust_lr_fn must be one of {get_args(AdjustLR)}, got {value!r}")
+    return value  # type: ignore[return-value]
+
+
+def momentum_step(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule) -> Tensor:
+    """Advance the momentum in place and return the matrix to orthogonalize, in the momentum's dtype.
+
+    momentum_buffer, gradient, result: [rows, cols].
+    """
+    gradient = gradient.to(momentum_buffer.dtype)
+    if rule.maximize:
+        gradient = gradient.neg()
+    momentum_buffer.lerp_(gradient, 1 - rule.momentum)
+    return gradient.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
+
+
+def apply_update(weight: Tensor, orthogonal: Tensor, rule: UpdateRule) -> None:
+    """Decay the weight and subtract the scaled orthogonal update, in place.
+
+    weight, orthogonal: [rows, cols]; the arithmetic is done in the weight's dtype.
+    """
+    scale = shape_scale(weight.shape[-2], weight.shape[-1], rule.adjust_lr_fn)
+    weight.mul_(1 - rule.lr * rule.weight_decay)
+    weight.add_(orthogonal.to(weight.dtype), alpha=-rule.lr * scale)
+
+
+def check_rule(settings: dict) -> UpdateRule:
+    """The rule that a parameter group's settings ask for.
+
+    Raises:
+        ValueError: for a setting out of range, by its name.
+    """
+    lr, momentum, decay = (float(settings[key]) for key in ("lr", "momentum", "weight_decay"))
+    if isinstance(settings["lr"], torch.Tensor) and settings["lr"].numel() != 1:
+        raise ValueError("lr given as a tensor must have one element")
+    if not (math.isfinite(lr) and lr >= 0):
+        raise ValueError(f"lr must be finite and >= 0, got {lr}")
+    if not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    if not (math.isfinite(decay) and decay >= 0):
+        raise ValueError(f"weight_decay must be finite and >= 0, got {decay}")
+    return UpdateRule(
+        lr=lr,
+        momentum=momentum,
+        weight_decay=decay,
+        nesterov=bool(settings["nesterov"]),
+        adjust_lr_fn=check_adjust_lr_fn(settings["adjust_lr_fn"]),
+        maximize=bool(settings["maximize"]),
+    )

@@ -1,0 +1,222 @@
+"""One dedicated parameter: at rest on its owner, gathered on every rank, and its gradient."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .layout import DataParallelLayout, Owner
+
+Version = tuple[int, int]
+
+
+class DedicatedParam:
+    """A weight that dmuon manages, and where its three forms are.
+
+    - *At rest* `resting` is on the module: a parameter whose DTensor has all rows on the owner (and on the
+      owner's replicas under HSDP) and no row elsewhere. The optimizer, checkpoints and clipping see this one.
+    - *Gathered* `gathered` is on the module, during forward and recomputation only: a plain parameter that
+      is a view of its bucket's packed buffer. It is the same object for ever, so that autograd graphs of
+      several forwards meet in it.
+    - *The gradient* is `resting.grad`, and no other: see `add_gradient`.
+
+    Attributes:
+        param_name: fully qualified name in the model.
+        full_shape: shape of the whole tensor.
+        owner: coordinate of the owner: an int, or `(shard, replicate)` under HSDP.
+        owner_rank: its global rank.
+        shard_dim: the dim that tensor parallelism cuts; None without.
+        tp_group: the tensor-parallel process group; None without.
+    """
+
+    def __init__(
+        self, name: str, module: nn.Module, attribute: str, layout: DataParallelLayout, owner: Owner
+    ) -> None:
+        self.param_name = name
+        self.module = module
+        self.attribute = attribute
+        self.layout = layout
+        self.coordinate = owner
+        self.shard_dim: int | None = None
+        self.tp_group: dist.ProcessGroup | None = None
+        self.gathered: nn.Parameter | None = None
+        self.published: Version | None = None  # the version that every replica has; None: never published
+        self._epoch = 0
+        # Set while a publish of this weight is in flight: what a reader has to wait for.
+        self.before_read: Callable[[], None] | None = None
+
+        source = cast(nn.Parameter, module._parameters[attribute])
+        self.full_shape = source.shape
+        local = source.detach()
+        if not local.is_meta:
+            local = local.to(layout.device)
+        # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.
+        local = local.contiguous() if self.keeps_weight else local.new_empty((0, *self.full_shape[1:]))
+        weight = layout.wrap(local, self.full_shape, layout.weight_placements())
+        self.resting = nn.Parameter(weight, requires_grad=source.requires_grad)
+        module._parameters[attribute] = self.resting
+        self.refresh()
+
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.full_shape))
+        return f"DedicatedParam({self.param_name}, {shape}, owner={self.owner}, rank={self.owner_rank})"
+
+    # Who keeps it
+
+    @property
+    def owner(self) -> int | tuple[int, int]:
+        """Coordinate of the owner: an int, or `(shard, replicate)` under HSDP."""
+        if self.layout.mesh.ndim == 1:
+            return self.coordinate.shard
+        return (self.coordinate.shard, self.coordinate.replicate)
+
+    @property
+    def owner_rank(self) -> int:
+        """Global rank of the owner."""
+        return self.layout.global_rank(self.coordinate)
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank keeps the momentum and the gradient."""
+        return self.layout.is_owner(self.coordinate)
+
+    @property
+    def keeps_weight(self) -> bool:
+        """Whether this rank keeps the weight at rest (the owner and its HSDP replicas)."""
+        return self.layout.keeps_weight(self.coordinate)
+
+    @property
+    def is_tp_owner(self) -> bool:
+        """Whether this rank runs Newton-Schulz for the parameter."""
+        return self.is_owner
+
+    @property
+    def _orig_size(self) -> torch.Size:
+        """Shape that this rank's module computes with (a piece of `full_shape` under tensor parallelism)."""
+        return self.full_shape
+
+    # The weight
+
+    @property
+    def local(self) -> torch.Tensor:
+        """This rank's part of the resting weight: `full_shape` where it is kept, else no rows.
+
+        Writing to it in place changes the weight; call `mark_updated` afterwards, on all ranks.
+        """
+        if self.before_read is not None:
+            self.before_read()
+        return cast(DTensor, self.resting)._local_tensor
+
+    @property
+    def version(self) -> Version:
+        """Raised by every change of the weight: a step, a load, or an in-place operation of torch's.
+
+        Equal on all ranks, as long as what changes the weight runs on all ranks.
+        """
+        return self._epoch, self.resting._version
+
+    def mark_updated(self) -> None:
+        """Say that the weight has changed through `local`, or is about to: what was gathered is old."""
+        self._epoch += 1
+
+    def refresh(self) -> None:
+        """Check that the module still holds our parameter; renew what `to_empty` and the like drop from it.
+
+        Raises:
+            RuntimeError: if somebody has put another parameter in its place.
+        """
+        on_module = self.module._parameters.get(self.attribute)
+        if on_module is not self.resting and on_module is not self.gathered:
+            raise RuntimeError(
+                f"{self.param_name} is a dedicated parameter, but another parameter has been put in its "
+                "place. Call fully_shard between dmuon.dedicate_params and dmuon.Muon, load state_dicts "
+                "without assign=True, and replace weights in place (under torch.no_grad())."
+            )
+        # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
+        # stead; a weak reference, so that the parameter does not keep the engine alive.
+        self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def full_tensor(self) -> torch.Tensor:
+        """The owner's whole weight, on every rank (a new tensor); collective over the data-parallel ranks.
+
+        shape: `full_shape`, dtype: that of the resting weight.
+        """
+        whole = torch.empty(self.full_shape, dtype=self.resting.dtype, device=self.layout.device)
+        if self.keeps_weight:
+            whole.copy_(self.local)
+        self.layout.broadcast_from_owner(whole, self.coordinate)
+        return whole
+
+    def show_gathered(self) -> None:
+        """Put the gathered parameter on the module."""
+        assert self.gathered is not None
+        if self.gathered.requires_grad != self.resting.requires_grad:
+            self.gathered.requires_grad_(self.resting.requires_grad)
+        self.module._parameters[self.attribute] = self.gathered
+
+    def show_resting(self) -> None:
+        """Put the resting parameter on the module."""
+        self.module._parameters[self.attribute] = self.resting
+
+    # The gradient
+
+    @torch.no_grad()
+    def add_gradient(self, local: torch.Tensor | None, count: torch.Tensor | None) -> None:
+        """Set `resting.grad`, or add to it, on all ranks.
+
+        Args:
+            local: the averaged gradient, `full_shape`, on the owner; None elsewhere.
+            count: one element, the number of ranks that had a gradient; None if it is known not to be 0.
+        """
+        if local is None:
+            local = torch.empty(
+                (0, *self.full_shape[1:]), dtype=self.resting.dtype, device=self.layout.device
+            )
+        local = local.to(self.resting.dtype)
+        gradient = self.layout.wrap(local, self.full_shape, self.layout.owner_placements())
+        counts = None if count is None else [count]
+        if self.resting.grad is None:
+            self.resting.grad = gradient
+        else:
+            known = getattr(self.resting.grad, "_dmuon_counts", None)
+            counts = None if known is None or counts is None else known + counts
+            self.resting.grad.add_(gradient)
+        # The counts live and die with the gradient itself: whoever replaces or drops it drops them as well.
+        self.resting.grad._dmuon_counts = counts  # type: ignore[union-attr]
+
+    def had_gradient(self) -> bool:
+        """On the owner: whether any rank had a gradient for it.
+
+        A host sync only if the owner itself had none in every backward that contributed.
+        """
+        if self.resting.grad is None:
+            return False
+        counts = getattr(self.resting.grad, "_dmuon_counts", None)
+        return counts is None or any(bool(count > 0) for count in counts)
+
+    @property
+    def local_gradient(self) -> torch.Tensor:
+        """The gradient on the owner, `full_shape`; no rows elsewhere."""
+        gradient = self.resting.grad
+        assert gradient is not None
+        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+class _FullTensor:
+    """Stands in for `DTensor.full_tensor` on a resting parameter."""
+
+    def __init__(self, param: weakref.ref[DedicatedParam]) -> None:
+        self._param = param
+
+    def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
+        param = self._param()
+        if param is None:
+            raise RuntimeError("the model that this dedicated parameter belonged to is gone")
+        return param.full_tensor()

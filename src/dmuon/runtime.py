@@ -1,0 +1,392 @@
+"""One model's engine: which group runs when, and what is in flight.
+
+The rules that keep all ranks together:
+
+- Gathers are issued in the order in which the model runs its groups, and prefetches in the order it ran them
+  last time. As in FSDP2, what one rank gathers, all must gather.
+- Reductions are issued in one order that does not depend on what a rank happened to see: the reverse of the
+  module order. A group that is not complete holds back those behind it; the end of backward flushes the
+  rest, with zeros where a rank has no gradient. (An order agreed on from the first forward would start some
+  reductions earlier in models that register their modules in another order than they run them; it would cost
+  a collective and a state, and gains nothing for the models that do not.)
+- Each process group is used for one purpose, see `comm`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.autograd import Variable
+
+from . import base
+from .comm import Channels, ProcessGroups, Traffic
+from .group import DedicatedGroup, Precision, Reduction, Residency
+from .layout import DataParallelLayout
+from .parameter import DedicatedParam
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "_dmuon_runtime"
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What `dedicate_params` was asked for, as far as it matters after planning."""
+
+    residency: Residency
+    precision: Precision | None  # None: follow the enclosing FSDP2 module
+    hook_boundary: Callable[[str, nn.Module], bool] | None  # None: follow fully_shard, else the blocks
+    process_groups: ProcessGroups
+
+
+class Runtime:
+    """Hooks, groups and what is in flight, for one model.
+
+    Until it is *sealed* (by `Muon`, by the first forward or by whoever needs the groups first) only the
+    resting parameters exist, and `fully_shard` can still wrap modules. Sealing reads where FSDP2's
+    boundaries are, makes the groups and installs their hooks.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: DataParallelLayout, params: list[DedicatedParam], options: Options
+    ) -> None:
+        self.model = model
+        self.layout = layout
+        self.params = params  # in module order
+        self.options = options
+        self.groups: list[DedicatedGroup] = []  # in module order
+        self.traffic = Traffic()
+        self._by_resting = {id(param.resting): param for param in params}
+        self._next_group: dict[DedicatedGroup, DedicatedGroup] = {}  # as last seen in a forward
+        self._last_group: DedicatedGroup | None = None  # of the forward under way
+        self._ended: Callable[[], _EndOfBackward | None] = lambda: None
+        self._unfinished = False  # a backward has begun and its end has not been reached
+        self._reductions: list[Reduction] = []
+        self._next_to_reduce = 0
+        self._polls = True
+        self._complete: list[DedicatedGroup] = []  # have all their gradients, still hold their weights
+        model.__dict__[_ATTRIBUTE] = self
+        attributes: dict[nn.Module, set[str]] = {}
+        for param in params:
+            attributes.setdefault(param.module, set()).add(param.attribute)
+        for module, names in attributes.items():
+            base.hide_from_fully_shard(module, names)
+        model.register_forward_pre_hook(self._root_pre_forward)
+
+    def record_of(self, tensor: torch.Tensor) -> DedicatedParam | None:
+        """The dedicated parameter whose resting parameter `tensor` is, if any."""
+        return self._by_resting.get(id(tensor))
+
+    # Sealing
+
+    @property
+    def is_sealed(self) -> bool:
+        """Whether the groups exist."""
+        return bool(self.groups)
+
+    def seal(self) -> None:
+        """Make the groups and install their hooks; collective over the data-parallel ranks, once."""
+        if self.is_sealed:
+            return
+        for module in {param.module for param in self.params}:
+            base.unhide(module)
+        for param in self.params:
+            param.refresh()
+        boundaries = self._boundaries()
+        members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
+        for param in self.params:
+            holder = param.param_name.rpartition(".")[0]
+            members[base.enclosing(holder, boundaries) or ""].append(param)
+        channels = Channels.create(self.layout, self.options.process_groups)
+        self.traffic = channels.traffic
+        self._polls = channels.isolated
+        for name, params in members.items():
+            if params:
+                self._add_group(name, boundaries[name], params, channels)
+        self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
+        logger.debug("sealed: %s", self.groups)
+
+    def _boundaries(self) -> dict[str, nn.Module]:
+        """Modules at whose forward a group is gathered, by name, in module order; always with the root."""
+        modules = dict(self.model.named_modules())
+        chosen: dict[str, nn.Module]
+        if self.options.hook_boundary is not None:
+            choose = self.options.hook_boundary
+            chosen = {name: module for name, module in modules.items() if choose(name, module)}
+        else:
+            chosen = base.sharded_modules(self.model) or base.block_modules(self.model)
+        return {name: module for name, module in modules.items() if name in chosen or name == ""}
+
+    def _add_group(
+        self, name: str, module: nn.Module, params: list[DedicatedParam], channels: Channels
+    ) -> None:
+        precision = self.options.precision
+        if precision is None:
+            sharded = base.sharded_modules(self.model)
+            around = base.enclosing(name, sharded)
+            policy = base.mixed_precision(sharded[around]) if around is not None else None
+            precision = Precision(policy.param_dtype, policy.reduce_dtype) if policy else Precision()
+        group = DedicatedGroup(name, module, params, channels, self.options.residency, precision)
+        group.on_gradient(lambda: self._gradient_arrived(group))
+        module.register_forward_pre_hook(lambda module, args: self._pre_forward(group))
+        # always_call: a forward that raises must leave the module as it was.
+        module.register_forward_hook(
+            lambda module, args, output: self._post_forward(group, output), always_call=True
+        )
+        self.groups.append(group)
+
+    # Forward
+
+    def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
+        was_sealed = self.is_sealed
+        self.seal()
+        if self._in_backward:
+            return
+        self._end_of_order()
+        if not was_sealed and self.groups[0].module is module:
+            self._pre_forward(self.groups[0])  # its own hook came too late for this call
+
+    def _pre_forward(self, group: DedicatedGroup) -> None:
+        group.depth += 1
+        if not self._in_backward:
+            self._recover()
+        group.gather()
+        group.wait_gathered()
+        if not self._in_backward:  # a recomputation says nothing about the order of the forward
+            if self._last_group is not None:
+                self._next_group[self._last_group] = group
+            self._last_group = group
+            if (upcoming := self._next_group.get(group)) is not None:
+                upcoming.gather()
+        group.show_gathered()
+
+    def _post_forward(self, group: DedicatedGroup, output: Any) -> None:
+        group.depth = max(0, group.depth - 1)
+        if group.depth:
+            return  # a module that calls itself
+        group.show_resting()
+        if self._in_backward:
+            return  # a recomputation: the weights are about to be used
+        if not torch.is_grad_enabled():
+            # FSDP2 would keep weights that are not resharded after forward. We let go: whatever changes them
+            # before the next forward, by whatever means, is seen by it.
+            if not group.ran:
+                group.release()
+            return
+        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
+        for tensor in tensors:
+            tensor.register_hook(self._pre_backward_hook(group))
+        if tensors or group.is_trainable:
+            group.ran = True
+        # Without an output to hook, nothing would bring the weights back: keep them.
+        if (tensors and group.residency == "while_used") or not group.ran:
+            group.release()
+
+    def _end_of_order(self) -> None:
+        """The last group of a forward has none to prefetch."""
+        if self._last_group is not None:
+            self._next_group.pop(self._last_group, None)
+            self._last_group = None
+
+    # Backward
+
+    @property
+    def _in_backward(self) -> bool:
+        """Whether a backward in which our groups take part is running.
+
+        The engine keeps the end-of-backward callback alive exactly as long as that backward: a flag would
+        still be up after a backward that raised.
+        """
+        return self._ended() is not None
+
+    def _pre_backward_hook(self, group: DedicatedGroup) -> Callable[[torch.Tensor], None]:
+        version = group.version
+
+        def pre_backward(_: torch.Tensor) -> None:
+            self._begin_backward()
+            if group.reached:
+                return
+            group.reached = group.ran = True
+            if group.version != version:
+                raise RuntimeError(
+                    f"the dedicated weights of {group.name} have changed between its forward and its "
+                    "backward (an optimizer step, a load, or an in-place operation): the gradient would be "
+                    "that of neither. Run backward before changing them."
+                )
+            group.gather()
+            group.wait_gathered()
+            self._release_complete()
+            self._prefetch_backward(group)
+
+        return pre_backward
+
+    def _prefetch_backward(self, group: DedicatedGroup) -> None:
+        previous = next((g for g, after in self._next_group.items() if after is group), None)
+        if previous is not None and previous.ran and not previous.reached:
+            previous.gather()
+
+    def _release_complete(self) -> None:
+        """Free the weights of groups that have all their gradients.
+
+        Not at once, but when the next group's backward begins: by then, all of the group's backward has run,
+        also what uses a weight without giving it a gradient (`weight.detach()`).
+        """
+        for group in self._complete:
+            group.release()
+        self._complete.clear()
+
+    def _begin_backward(self) -> None:
+        if self._in_backward:
+            return
+        self._recover()
+        callback = _EndOfBackward(self)
+        self._ended = weakref.ref(callback)
+        self._unfinished = True
+        Variable._execution_engine.queue_callback(callback)
+
+    def _gradient_arrived(self, group: DedicatedGroup) -> None:
+        self._begin_backward()
+        if group.all_arrived:
+            self._complete.append(group)
+            self._reduce_complete()
+        self._advance()
+
+    def _reduce_complete(self) -> None:
+        """Start the reductions whose turn it is. Groups that have not run have no turn."""
+        order = self.groups[::-1]
+        while self._next_to_reduce < len(order):
+            group = order[self._next_to_reduce]
+            if group.ran and not group.all_arrived:
+                return
+            if group.ran and not group.launched:
+                self._reductions += group.reduce()
+            self._next_to_reduce += 1
+
+    def _advance(self, *, block: bool = False) -> None:
+        """Take reductions to their next stage; in order, so that no rank overtakes another in a channel.
+
+        When a stage is over differs between ranks. Process groups shared with FSDP2 do not bear that, so there
+        the later stages wait for the end of backward.
+        """
+        if not (block or self._polls):
+            return
+        limit = float("inf")
+        for reduction in self._reductions:
+            while not reduction.done and reduction.stage < limit and (block or reduction.is_ready()):
+                reduction.advance()
+            if not reduction.done:
+                limit = reduction.stage
+        self._reductions = [reduction for reduction in self._reductions if not reduction.done]
+
+    def _finish_backward(self) -> None:
+        """The engine has run all of a backward: reduce what is left, hand over the gradients."""
+        for group in self.groups[::-1]:
+            if group.ran and (not group.launched or group.has_unreduced_gradient):
+                self._reductions += group.reduce()
+        self._advance(block=True)
+        for group in self.groups:
+            group.end_backward()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._complete.clear()
+        self._reductions.clear()
+        self._next_to_reduce = 0
+        self._unfinished = False
+        self._ended = lambda: None
+        self._end_of_order()
+
+    def _recover(self) -> None:
+        """Drop what a backward that raised has left behind."""
+        if not self._unfinished or self._in_backward:
+            return
+        logger.warning("the last backward did not finish; its gradients of dedicated parameters are dropped")
+        self._drop_reductions()
+        for group in self.groups:
+            group.abort()
+        self._reset()
+
+    def _drop_reductions(self) -> None:
+        for reduction in self._reductions:
+            reduction.drop()
+
+    # After the step
+
+    def publish(self, updated: set[DedicatedParam], *, wait: bool) -> None:
+        """Send updated weights to those who keep a copy; on all ranks, with equal sets."""
+        for group in self.groups:
+            group.publish(updated)
+        if wait:
+            self.wait_published()
+
+    def wait_published(self) -> None:
+        """Wait until no publish is in flight."""
+        for group in self.groups:
+            group.wait_published()
+
+    def settle(self) -> None:
+        """Bring every weight to rest: nothing gathered or published is in flight, the replicas are equal."""
+        for group in self.groups:
+            group.wait_published()
+            if not self._in_backward and not group.ran:
+                group.release()
+
+
+class _EndOfBackward:
+    """Called by autograd at the end of a backward; lives as long as the backward does."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self._runtime = runtime
+
+    def __call__(self) -> None:
+        self._runtime._finish_backward()
+
+
+def find_runtime(model: nn.Module) -> Runtime:
+    """The runtime of a model, or of the model inside a wrapper.
+
+    Raises:
+        ValueError: if no module in it has been through `dedicate_params`, or several have.
+    """
+    found = [m.__dict__[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in m.__dict__]
+    if not found:
+        raise ValueError(
+            "the model has no dedicated parameters; call dmuon.dedicate_params(model, mesh) first"
+        )
+    if len(found) > 1:
+        raise ValueError(
+            "several parts of the model were given to dedicate_params; give it the whole model once"
+        )
+    return found[0]
+
+
+def has_runtime(model: nn.Module) -> bool:
+    """Whether any module in `model` has been through `dedicate_params`."""
+    return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
+
+
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an output, however nested: mappings, sequences, dataclasses and plain objects."""
+    stack, seen = [output], set()
+    while stack:
+        value = stack.pop()
+        if isinstance(value, torch.Tensor):
+            yield value
+            continue
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, Mapping):
+            stack.extend(value.values())
+        elif isinstance(value, (list, tuple, set, frozenset)):
+            stack.extend(value)
+        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
+            stack.extend(vars(value).values())
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # with __slots__
+            stack.extend(getattr(value, field.name) for field in dataclasses.fields(value))
