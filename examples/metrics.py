@@ -79,19 +79,21 @@ def plot_losses(path: Path, runs: Mapping[str, list[Row]], title: str, baseline:
     last_step = 1
     for name, rows in runs.items():
         axes.plot(*curve(rows, "loss"), color=COLOURS[name], linewidth=0.8, alpha=0.3)
-        steps, losses = curve(rows, "val_loss")
+        # Without step 0: a straight line from there would hide how steep the first fall is.
+        steps, losses = curve([row for row in rows if row["step"] > 0], "val_loss")
         axes.plot(steps, losses, color=COLOURS[name], linewidth=2, marker="o", markersize=4)
         if losses:
             ends.append((losses[-1], name))
             last_step = max(last_step, steps[-1])
 
-    # Start below the first steps' fall from log(256), which would flatten everything after it.
+    # The first steps' fall from log(256) would flatten everything after it: the picture starts lower.
     seen = [loss for rows in runs.values() for key in ("loss", "val_loss") for loss in curve(rows, key)[1]]
-    top = 1.12 * baseline if baseline else max(seen, default=1.0)
+    highest = [loss for loss, _ in ends] + ([baseline] if baseline else [])
+    top = 1.12 * max(highest, default=1.0)
     bottom = min(seen, default=0.0)
     margin = 0.04 * (top - bottom)
     axes.set_ylim(bottom - margin, top)
-    axes.set_xlim(0, last_step * 1.17)  # room for the names at the right
+    axes.set_xlim(0, last_step * 1.21)  # room for the names at the right
 
     label_y = float("-inf")
     for loss, name in sorted(ends):  # from the lowest up, each at least one line of text above the last
@@ -101,12 +103,14 @@ def plot_losses(path: Path, runs: Mapping[str, list[Row]], title: str, baseline:
     if baseline is not None:
         axes.axhline(baseline, color=INK, linewidth=0.8, linestyle=(0, (4, 4)))
         axes.text(
-            last_step * 1.16, baseline, "byte frequencies only", color=INK, ha="right", va="bottom", size=9
+            last_step * 1.2, baseline, "byte frequencies only", color=INK, ha="right", va="bottom", size=9
         )
 
-    axes.set_title(title, loc="left", color=INK, size=11)
+    axes.set_title(title, loc="left", color=INK, size=12, pad=22)
+    note = "validation (strong) and training (faint)"
+    axes.text(0, 1.02, note, transform=axes.transAxes, color=INK, size=9)
     axes.set_xlabel("step", color=INK)
-    axes.set_ylabel("loss (nats per byte): validation, training faint", color=INK)
+    axes.set_ylabel("loss (nats per byte)", color=INK)
     axes.grid(axis="y", color=FAINT, linewidth=0.6)
     axes.set_axisbelow(True)
     axes.tick_params(colors=INK, length=0)
