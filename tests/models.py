@@ -1,7 +1,9 @@
 """Small models whose shapes divide by nothing, and what the tests do with them on several ranks."""
 
 import copy
+import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -9,6 +11,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.utils._pytree import tree_leaves
 
 import dmuon
 from reference import ReferenceMuon
@@ -138,3 +141,108 @@ def with_oracle(
     """A copy of the model, taken before it is sharded, and its optimizer."""
     oracle = copy.deepcopy(model)
     return oracle, ReferenceMuon(oracle, predicate, **settings)
+
+
+# Matrices whose gradients are given
+
+
+class InnerProduct(nn.Module):
+    """A matrix whose gradient is the module's input."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight.clone())
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return (self.weight * target).sum()
+
+
+class InnerProducts(nn.Module):
+    """One matrix per layer; the gradient of each is the target given for it. None leaves the layer out."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InnerProduct(weight) for weight in weights)
+
+    def forward(self, targets: list[torch.Tensor | None]) -> torch.Tensor:
+        pairs = zip(self.layers, targets, strict=True)
+        return torch.stack([layer(target) for layer, target in pairs if target is not None]).sum()
+
+
+def everything(name: str, param: nn.Parameter) -> bool:
+    """The predicate that leaves nothing out."""
+    return True
+
+
+def kept_by_one(tensor: torch.Tensor) -> torch.Tensor:
+    """The whole value, on every rank, of a momentum or a gradient: exactly one rank has it, whole."""
+    local = tensor.to_local()
+    keepers = torch.tensor(float(local.numel() > 0))
+    dist.all_reduce(keepers)
+    assert keepers == 1, f"{int(keepers)} ranks keep a part of it"
+    whole = torch.zeros(tensor.shape, dtype=local.dtype)
+    if local.numel():
+        assert local.shape == tensor.shape
+        whole.copy_(local)
+    dist.all_reduce(whole)
+    return whole
+
+
+def momentum_of(optimizer: dmuon.Muon, param: torch.Tensor) -> torch.Tensor:
+    """The whole momentum of a dedicated parameter, on every rank."""
+    return kept_by_one(optimizer.state[param]["momentum_buffer"])
+
+
+Targets = list[list[list[torch.Tensor | None]]]  # by step, rank and weight
+
+
+def train_on_targets(
+    shape: tuple[int, ...],
+    weights: list[torch.Tensor],
+    targets: Targets,
+    *,
+    reshard: bool = True,
+    one_group: bool = False,
+    **muon: object,
+) -> list[list[dict[str, torch.Tensor | None]]]:
+    """What each step left, by step and weight: the whole "weight", "momentum" and "gradient" (None: none).
+
+    `one_group` lets all weights share one hook boundary; otherwise each has its own.
+    """
+    model = InnerProducts(weights)
+    mesh = make_mesh(shape)
+    dedicate(model, mesh, predicate=everything, reshard_after_forward=reshard)
+    if one_group:
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    else:
+        shard(model, mesh, reshard_after_forward=reshard)
+    optimizer = dmuon.Muon(model, **muon)
+    history = []
+    for by_rank in targets:
+        model(by_rank[dist.get_rank()]).backward()
+        params = list(model.parameters())
+        gradients = [None if p.grad is None else kept_by_one(p.grad) for p in params]
+        optimizer.step()
+        optimizer.zero_grad()
+        history.append(
+            [
+                {
+                    "weight": dmuon.full_tensor(param).detach().clone(),
+                    "momentum": momentum_of(optimizer, param) if param in optimizer.state else None,
+                    "gradient": gradient,
+                }
+                for param, gradient in zip(params, gradients, strict=True)
+            ]
+        )
+    return history
+
+
+def agreed(ranks: Callable, shape: tuple[int, ...], fn: Callable, *args: object, **kwargs: object) -> Any:
+    """`fn(shape, ...)` on all ranks of a mesh; its one answer, bitwise the same on all of them."""
+    answers = ranks(math.prod(shape), fn, shape, *args, **kwargs)
+    leaves = tree_leaves(answers[0])
+    for rank, answer in enumerate(answers):
+        for mine, theirs in zip(leaves, tree_leaves(answer), strict=True):
+            same = torch.equal(mine, theirs) if isinstance(mine, torch.Tensor) else mine == theirs
+            assert same, f"rank 0 has {mine}, rank {rank} {theirs}"
+    return answers[0]

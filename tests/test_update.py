@@ -1,0 +1,279 @@
+"""One step's arithmetic: against closed forms, `torch.optim.Muon`, and an oracle in float64."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+
+from models import InnerProducts, Targets, agreed, train_on_targets
+from reference import QUINTIC, ReferenceMuon
+
+RESIDENCIES = [pytest.param(True, id="while_used"), pytest.param(False, id="until_backward_done")]
+MESHES = [pytest.param((4,), id="fsdp"), pytest.param((2, 2), id="hsdp")]
+LR = 0.1
+
+
+def iterated(value: float, triples: list[tuple[float, float, float]]) -> float:
+    """What Newton-Schulz makes of one singular value."""
+    for a, b, c in triples:
+        value = a * value + b * value**3 + c * value**5
+    return value
+
+
+def equal_values(count: int, steps: int = 5) -> float:
+    """What comes out of Newton-Schulz for a matrix with `count` equal non-zero singular values."""
+    return iterated(1 / math.sqrt(count), [QUINTIC] * steps)
+
+
+def random_targets(weights: list[torch.Tensor], steps: int, ranks: int) -> Targets:
+    """Different on each rank, and large enough for a sum to be told from a mean."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        [[3 * torch.randn(w.shape, generator=generator) for w in weights] for _ in range(ranks)]
+        for _ in range(steps)
+    ]
+
+
+def same_on_all(targets: list[list[torch.Tensor]], ranks: int) -> Targets:
+    """Each step's targets, on every rank."""
+    return [[step] * ranks for step in targets]
+
+
+def train_oracle(
+    weights: list[torch.Tensor], targets: Targets, *, maximize: bool = False, **settings: Any
+) -> list[list[dict[str, torch.Tensor]]]:
+    """What `train_on_targets` should return, by a single process on the mean of the targets."""
+    model = InnerProducts(weights)
+    reference = ReferenceMuon(model, lambda name, param: True, **settings)
+    history = []
+    for by_rank in targets:
+        means = [torch.stack(list(of_one)).mean(0) for of_one in zip(*by_rank, strict=True)]
+        params = list(model.parameters())
+        for param, mean in zip(params, means, strict=True):
+            param.grad = -mean if maximize else mean.clone()
+        reference.step()
+        history.append(
+            [
+                {"weight": p.detach().clone(), "momentum": reference.buffers[p].clone(), "gradient": mean}
+                for p, mean in zip(params, means, strict=True)
+            ]
+        )
+    return history
+
+
+def assert_histories_close(found: list, expected: list, tolerance: float = 1e-5) -> None:
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for index, (ours, oracle) in enumerate(zip(mine, theirs, strict=True)):
+            for what in ("gradient", "momentum", "weight"):
+                difference = (ours[what] - oracle[what]).abs().max().item()
+                assert difference <= tolerance, f"{what} {index} is off by {difference} at step {step}"
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
+@pytest.mark.parametrize("reshard", RESIDENCIES)
+@pytest.mark.parametrize("shape", MESHES)
+def test_matrices_with_few_or_uneven_rows(ranks, shape, reshard, one_group):
+    weights = [torch.randn(size) for size in [(5, 3), (2, 6), (1, 8), (9, 3)]]
+    targets = random_targets(weights, steps=3, ranks=4)
+    history = agreed(
+        ranks, shape, train_on_targets, weights, targets, reshard=reshard, one_group=one_group, lr=LR
+    )
+    assert_histories_close(history, train_oracle(weights, targets, lr=LR))
+
+    gradient = torch.stack([by_rank[2] for by_rank in targets[0]]).mean(0)
+    one_row = history[0][2]["weight"] - weights[2]
+    torch.testing.assert_close(one_row, -LR * equal_values(1) * gradient / gradient.norm(), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_tall_matrix_is_scaled_by_its_whole_shape(ranks, shape):
+    basis = torch.zeros(9, 3)
+    basis[[1, 4, 7], [0, 1, 2]] = 1  # three equal singular values
+    targets = same_on_all([[basis]], 4)
+    history = agreed(ranks, shape, train_on_targets, [torch.zeros(9, 3)], targets, lr=LR)
+    expected = -LR * math.sqrt(3) * equal_values(3) * basis
+    torch.testing.assert_close(history[0][0]["weight"], expected, atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("reshard", RESIDENCIES)
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
+def test_the_whole_matrix_is_orthogonalized(ranks, shape, reshard):
+    gradient = torch.cat([torch.eye(2), 0.1 * torch.eye(2)])
+    targets = same_on_all([[gradient]], math.prod(shape))
+    history = agreed(ranks, shape, train_on_targets, [torch.zeros(4, 2)], targets, reshard=reshard, lr=LR)
+    # Block-wise, both halves would come out with the same size.
+    expected = -LR * torch.cat([1.5593 * torch.eye(2), 0.1559 * torch.eye(2)])
+    torch.testing.assert_close(history[0][0]["weight"], expected, atol=1e-5, rtol=0)
+
+
+# Gradients
+
+
+@pytest.mark.parametrize("reshard", RESIDENCIES)
+@pytest.mark.parametrize("shape", MESHES)
+def test_gradients_are_averaged_before_they_are_orthogonalized(ranks, shape, reshard):
+    entries = [torch.eye(4)[rank].view(2, 2) for rank in range(4)]  # rank r has a 1 at element r
+    targets = [[[entry] for entry in entries]]
+    history = agreed(ranks, shape, train_on_targets, [torch.zeros(2, 2)], targets, reshard=reshard, lr=LR)
+    found = history[0][0]
+    torch.testing.assert_close(found["gradient"], torch.full((2, 2), 0.25), atol=1e-7, rtol=0)
+    # Newton-Schulz does not see a sum in the place of a mean; the momentum does.
+    torch.testing.assert_close(found["momentum"], torch.full((2, 2), 0.05 * 0.25), atol=1e-7, rtol=0)
+    torch.testing.assert_close(found["weight"], torch.full((2, 2), -LR * 0.348218), atol=1e-6, rtol=0)
+
+
+def assert_zero_gradient_decays(ranks, shape: tuple[int, ...], tolerance: float, **settings: Any) -> None:
+    targets = same_on_all([[torch.zeros(4, 4)], [torch.eye(4)]], 4)
+    settings = {"lr": LR, "weight_decay": 0.1, **settings}
+    first, second = agreed(ranks, shape, train_on_targets, [torch.ones(4, 4)], targets, **settings)
+    assert torch.equal(first[0]["weight"], torch.full((4, 4), 0.99))
+    assert torch.equal(first[0]["momentum"], torch.zeros(4, 4))
+    expected = torch.full((4, 4), 0.9801) - LR * 0.765439 * torch.eye(4)
+    torch.testing.assert_close(second[0]["weight"], expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("reshard", RESIDENCIES)
+@pytest.mark.parametrize("shape", MESHES)
+def test_zero_gradient_decays_and_leaves_no_momentum(ranks, shape, reshard):
+    assert_zero_gradient_decays(ranks, shape, 1e-5, reshard=reshard)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("algorithm", ["auto", "direct", "gram"])
+def test_zero_gradient_in_every_kernel(ranks, algorithm, dtype):
+    tolerance = 1e-5 if dtype.itemsize >= 4 else 5e-3
+    assert_zero_gradient_decays(ranks, (4,), tolerance, ns_algorithm=algorithm, ns_dtype=dtype)
+
+
+# Settings
+
+YOU = [
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+]
+POLAR_EXPRESS = [
+    (7.892583, -20.383014, 13.555306),
+    (3.911485, -2.546464, 0.426899),
+    (3.760658, -2.512819, 0.432365),
+    (3.160400, -2.149650, 0.399637),
+    (2.191097, -1.441662, 0.328146),
+]
+CUSTOM = [(2.0, -1.5, 0.5), (1.5, -0.5, 0.0), (1.875, -1.25, 0.375)]
+
+SETTINGS = [
+    pytest.param(settings, oracle, id=name)
+    for name, settings, oracle in [
+        ("defaults", {}, {}),
+        ("match_rms_adamw", {"adjust_lr_fn": "match_rms_adamw"}, {"scale": "match_rms_adamw"}),
+        ("no_scale", {"adjust_lr_fn": "none"}, {"scale": "none"}),
+        ("scale_by_torchs_default", {"adjust_lr_fn": None}, {}),
+        ("plain_momentum", {"nesterov": False}, {"nesterov": False}),
+        ("no_momentum", {"momentum": 0.0}, {"momentum": 0.0}),
+        ("no_momentum_nor_nesterov", {"momentum": 0.0, "nesterov": False}, {"momentum": 0.0}),
+        ("little_momentum", {"momentum": 0.3}, {"momentum": 0.3}),
+        ("decay", {"weight_decay": 0.5}, {"weight_decay": 0.5}),
+        (
+            "decay_and_scale",
+            {"weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw"},
+            {"weight_decay": 0.5, "scale": "match_rms_adamw"},
+        ),
+        ("maximize", {"maximize": True, "weight_decay": 0.5}, {"maximize": True, "weight_decay": 0.5}),
+        ("no_learning_rate", {"lr": 0.0, "weight_decay": 0.5}, {"lr": 0.0, "weight_decay": 0.5}),
+        ("one_iteration", {"ns_steps": 1}, {"ns_steps": 1}),
+        ("three_iterations", {"ns_steps": 3}, {"ns_steps": 3}),
+        ("seven_iterations", {"ns_steps": 7}, {"ns_steps": 7}),
+        ("you", {"ns_coefficients": "you"}, {"coefficients": YOU}),
+        ("polar_express", {"ns_coefficients": "polar_express"}, {"coefficients": POLAR_EXPRESS}),
+        ("custom", {"ns_coefficients": CUSTOM, "ns_steps": 3}, {"coefficients": CUSTOM}),
+        ("one_triple", {"ns_coefficients": CUSTOM[0], "ns_steps": 4}, {"coefficients": [CUSTOM[0]] * 4}),
+    ]
+]
+
+
+@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize(("settings", "oracle"), SETTINGS)
+def test_every_setting_against_the_oracle(ranks, settings, oracle, shape):
+    weights = [torch.randn(size) for size in [(7, 3), (3, 7), (5, 5)]]
+    targets = random_targets(weights, steps=3, ranks=math.prod(shape))
+    settings = {"lr": LR, "ns_dtype": torch.float32, **settings}
+    history = agreed(ranks, shape, train_on_targets, weights, targets, **settings)
+    assert_histories_close(history, train_oracle(weights, targets, **{"lr": LR, "ns_steps": 5, **oracle}))
+    if settings["lr"] == 0:
+        assert all(torch.equal(w, found["weight"]) for w, found in zip(weights, history[-1], strict=True))
+
+
+@pytest.mark.parametrize(("shape", "algorithm"), [((4,), "direct"), ((2, 2), "gram")], ids=str)
+def test_every_iteration_counts(ranks, shape, algorithm):
+    seen = set()
+    for steps in range(1, 7):
+        targets = same_on_all([[torch.eye(3, 5)]], 4)
+        history = agreed(
+            ranks,
+            shape,
+            train_on_targets,
+            [torch.zeros(3, 5)],
+            targets,
+            lr=LR,
+            ns_steps=steps,
+            ns_algorithm=algorithm,
+        )
+        found = history[0][0]["weight"]
+        torch.testing.assert_close(found, -LR * equal_values(3, steps) * torch.eye(3, 5), atol=1e-6, rtol=0)
+        seen.add(round(found[0, 0].item(), 5))
+    assert len(seen) == 6
+
+
+# torch.optim.Muon
+
+
+def train_beside_torch(
+    shape: tuple[int, ...], weights: list[torch.Tensor], targets: Targets, settings: dict[str, Any]
+) -> list[tuple[list, list]]:
+    """By step, what dmuon and torch.optim.Muon come to on one process, both with bfloat16 iterations."""
+    ours = train_on_targets(shape, weights, targets, ns_dtype=torch.bfloat16, **settings)
+    params = [nn.Parameter(weight.clone()) for weight in weights]
+    optimizer = torch.optim.Muon(params, **settings)
+    theirs = []
+    for by_rank in targets:
+        for param, target in zip(params, by_rank[0], strict=True):
+            param.grad = target.clone()
+        optimizer.step()
+        theirs.append(
+            [
+                {"weight": p.detach().clone(), "momentum": optimizer.state[p]["momentum_buffer"].clone()}
+                for p in params
+            ]
+        )
+    return list(zip(ours, theirs, strict=True))
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_one_process_agrees_with_torch(ranks, scale, nesterov):
+    weights = [torch.randn(size) for size in [(24, 10), (10, 24), (16, 16)]]
+    targets = random_targets(weights, steps=3, ranks=1)
+    settings = {
+        "lr": LR,
+        "weight_decay": 0.2,
+        "momentum": 0.9,
+        "nesterov": nesterov,
+        "adjust_lr_fn": scale,
+    }
+    (steps,) = ranks(1, train_beside_torch, (1,), weights, targets, settings)
+    before = weights
+    for ours, theirs in steps:
+        for index, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
+            torch.testing.assert_close(mine["momentum"], torchs["momentum"], atol=1e-6, rtol=1e-6)
+            # Half a percent of an update is what bfloat16 resolves; five iterations amplify it.
+            change = torchs["weight"] - before[index]
+            error = (mine["weight"] - torchs["weight"]).norm() / change.norm()
+            assert error < 0.03, f"matrix {index} is off by {error:.1%} of its update"
+        before = [torchs["weight"] for torchs in theirs]
