@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -33,9 +34,9 @@ import torch.distributed as dist
 from rank_worker import Outcome, work
 
 MAX_RANKS = 4
-START_TIMEOUT = 120.0  # seconds for the processes to import torch and report
+START_TIMEOUT = 240.0  # seconds for the processes to import torch and report
 GRACE = 3.0  # seconds that the others get after the first failure
-STACK_TIMEOUT = 2.0  # seconds to write the stacks of ranks that hang
+LAST_WORDS = 3.0  # seconds that a hanging rank gets to write its stack, and a dead one to show its exit code
 
 # Imported once, before the processes are forked. Not the package itself: ranks import what the tests import.
 PRELOAD = [
@@ -46,8 +47,10 @@ PRELOAD = [
     "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
 ]
-# Read while torch is imported and while gloo connects: quiet, local, and one core per rank.
-ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+# Read by torch's import and by gloo: quiet, one core per rank, and no look-up of the host's name.
+ENVIRONMENT = {"TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1"}
+if sys.platform == "linux":
+    ENVIRONMENT["GLOO_SOCKET_IFNAME"] = "lo"
 
 
 class RanksFailed(AssertionError):
@@ -78,11 +81,10 @@ class Worker:
             file.seek(self.log_read)
             output = file.read()
         self.log_read += len(output)
-        lines = output.decode(errors="replace").splitlines(keepends=True)
-        return "".join(line for line in lines if not line.startswith("[Gloo] "))
+        return output.decode(errors="replace")
 
     def cause_of_death(self) -> str:
-        self.process.join(STACK_TIMEOUT)
+        self.process.join(LAST_WORDS)
         code = self.process.exitcode
         name = f" ({signal.Signals(-code).name})" if code is not None and code < 0 else ""
         return f"died with exit code {code}{name}"
@@ -108,9 +110,9 @@ class Ranks:
     ) -> list[Any]:
         """Return [fn(*args, **kwargs) on rank 0, on rank 1, ...].
 
-        On each rank a gloo process group of `world_size` is up (its collectives give up after `group_timeout`
-        seconds) and torch's seed is 0. Tensors in the result come back as detached copies on the CPU; a DTensor
-        in it is an error.
+        On each rank a gloo process group of `world_size` is up, whose collectives give up after
+        `group_timeout` seconds, and torch's seed is 0. Tensors in the result come back as detached copies on
+        the CPU; a DTensor in the result is an error.
 
         Raises RanksFailed when a rank raises, dies, or has not answered after `timeout` seconds.
         """
@@ -217,14 +219,13 @@ def stacks(workers: list[Worker]) -> dict[int, str]:
     for worker in workers:
         if worker.process.pid is not None and worker.process.is_alive():
             os.kill(worker.process.pid, signal.SIGUSR1)
-    deadline = time.monotonic() + STACK_TIMEOUT
-    texts = {worker.rank: "" for worker in workers}
-    while not all(text.endswith("\n\n") for text in texts.values()) and time.monotonic() < deadline:
+    deadline = time.monotonic() + LAST_WORDS
+    texts: dict[int, str] = {}
+    while workers and time.monotonic() < deadline:
         time.sleep(0.1)
-        now = {worker.rank: worker.stack.read_text() for worker in workers}
-        if all(now.values()) and now == texts:  # nothing more came
+        before, texts = texts, {worker.rank: worker.stack.read_text() for worker in workers}
+        if texts == before and all(texts.values()):  # complete: nothing more came
             break
-        texts = now
     return {rank: main_stacks(text) or "(it did not even write its stack)" for rank, text in texts.items()}
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from ranks import GRACE, Ranks, RanksFailed
+from ranks import Ranks, RanksFailed
 
 
 def rank_and_sum(offset: int, *, scale: int = 1) -> tuple[int, int, int]:
@@ -150,7 +150,7 @@ def test_ranks_that_hang_after_a_failure_are_not_waited_for(ranks: Ranks) -> Non
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         ranks(4, fails_before_collective)
-    assert time.monotonic() - start < GRACE + 10
+    assert time.monotonic() - start < 25  # the collective would give up after 30 s
     text = str(caught.value)
     assert caught.value.failed == [2, 0, 1, 3]
     assert text.index("[rank 2] raised") < text.index("[rank 0] was still busy")
@@ -166,18 +166,24 @@ def sleeps_on(rank: int) -> None:
 def test_a_hang_is_reported_with_its_stack(ranks: Ranks) -> None:
     assert_usable(ranks)
     with pytest.raises(RanksFailed) as caught:
-        ranks(4, sleeps_on, 3, timeout=1.0)
+        ranks(4, sleeps_on, 3, timeout=2.0)
     assert caught.value.failed == [3]
-    assert "[rank 3] has not answered after 1 s" in str(caught.value)
+    assert "[rank 3] has not answered after 2 s" in str(caught.value)
     assert "in sleeps_on" in str(caught.value)
     assert "in watch_parent" not in str(caught.value)
     assert_usable(ranks)
 
 
+def skips_collective(rank: int) -> None:
+    if dist.get_rank() != rank:
+        dist.all_reduce(torch.ones(1))
+
+
 def test_collectives_give_up_after_the_group_timeout(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match=r"\[rank 0\] raised\n(?s:.*)in fails_before_collective") as caught:
-        ranks(3, fails_before_collective, group_timeout=0.5)
-    assert "was still busy" not in str(caught.value)
+    start = time.monotonic()
+    with pytest.raises(RanksFailed, match=r"raised\n(?s:.*)in skips_collective"):
+        ranks(2, skips_collective, 1, group_timeout=2.0)
+    assert time.monotonic() - start < 25
 
 
 def stops() -> None:
@@ -185,8 +191,8 @@ def stops() -> None:
 
 
 def test_a_rank_that_writes_no_stack_is_reported_too(ranks: Ranks) -> None:
-    with pytest.raises(RanksFailed, match=r"(?s)has not answered after 0\.5 s.*did not even write its stack"):
-        ranks(1, stops, timeout=0.5)
+    with pytest.raises(RanksFailed, match=r"(?s)has not answered after 2 s.*did not even write its stack"):
+        ranks(1, stops, timeout=2.0)
     assert_usable(ranks)
 
 
@@ -203,12 +209,18 @@ def test_a_dead_rank_is_reported_with_its_exit_code(ranks: Ranks, how: str, caus
     assert_usable(ranks)
 
 
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
 def test_a_rank_that_died_between_calls_is_replaced(ranks: Ranks) -> None:
     victim = ranks(4, pids)[3]
     os.kill(victim, signal.SIGKILL)
-    for _ in range(100):
-        if not os.path.exists(f"/proc/{victim}"):
-            break
+    while exists(victim):
         time.sleep(0.05)
     assert_usable(ranks)
 
@@ -245,6 +257,4 @@ def test_interrupting_the_test_ends_the_ranks() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, handler)
-    for pid in workers:
-        with pytest.raises(ProcessLookupError):
-            os.kill(pid, 0)
+    assert not any(exists(pid) for pid in workers)
