@@ -1,0 +1,39 @@
+# `make demo` and `make test` are all a newcomer needs: each sets up .venv by itself.
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint bench clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo 'PYTHON=python3.12 chooses the interpreter of .venv, ARGS="..." is added to the demo or to pytest.'
+
+setup: $(READY) ## install everything into .venv
+
+demo: $(READY) ## train a small GPT with AdamW and with dmuon on four processes, and compare
+	$(BIN)/python examples/compare.py $(ARGS)
+
+test: $(READY) ## run the tests
+	$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+lint: $(READY) ## check style and types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: ## no benchmark is there yet
+	@echo 'No benchmark is there yet; `make demo` prints the time per step.'
+
+clean: ## remove .venv, caches and build results (never runs/, which holds your checkpoints)
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(READY): pyproject.toml requirements-dev.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -r requirements-dev.txt
+	@touch $@
