@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,6 +15,7 @@ from .layout import DataParallelLayout, Owner
 from .parameter import DedicatedParam, Version
 
 Residency = Literal["until_backward_done", "while_used"]
+HandOver = Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -104,16 +105,17 @@ class Bucket:
     # Reduce
 
     @torch.no_grad()
-    def reduce(self) -> Iterator[Pending]:
+    def reduce(self) -> Generator[Pending, None, HandOver]:
         """Average the gradients to the owner; yields each collective it has to wait for, one per stage.
 
         Behind the packed gradients, the buffer has one element per parameter that counts the ranks which had
-        a gradient: the only way to tell "zero" from "none" afterwards. Advancing past the last stage adds to
-        the gradients of the resting parameters.
+        a gradient: the only way to tell "zero" from "none" afterwards. Returns what remains to be done at the
+        end of backward: to add to the gradients of the resting parameters. Not before, so that a backward
+        that raises leaves them as they were.
         """
         params = [param for param in self.params if param.resting.requires_grad]
         if not params:
-            return
+            return lambda: None
         numels = [param.full_shape.numel() for param in params]
         offsets, total = packed_offsets(numels, self.reduce_dtype)
         buffer = torch.empty(total + len(params), dtype=self.reduce_dtype, device=self.layout.device)
@@ -132,14 +134,18 @@ class Bucket:
         yield self._channels.reduce.reduce(buffer, self.owner.shard, self.label)
         if self.layout.keeps_weight(self.owner):
             yield self._channels.reduce_replicas.reduce(buffer, self.owner.replicate, self.label)
-        if not self.layout.is_owner(self.owner):
-            for param in params:
-                param.add_gradient(None, None)
-            return
-        if not before:
+        is_owner = self.layout.is_owner(self.owner)
+        if is_owner and not before:
             buffer[:total].div_(self.layout.size)
-        for param, view, mine, count in zip(params, views, had, buffer[total:], strict=True):
-            param.add_gradient(view, None if mine else count)
+
+        def hand_over() -> None:
+            for param, view, mine, count in zip(params, views, had, buffer[total:], strict=True):
+                if is_owner:
+                    param.add_gradient(view, None if mine else count)
+                else:
+                    param.add_gradient(None, None)
+
+        return hand_over
 
     def _pack(
         self, params: Sequence[DedicatedParam], views: Sequence[torch.Tensor], counts: torch.Tensor
@@ -360,17 +366,19 @@ class DedicatedGroup:
 
 
 class Reduction:
-    """A bucket's reduction under way: stages that each wait for one collective."""
+    """A bucket's reduction under way: stages that each wait for one collective, then the hand-over."""
 
-    def __init__(self, stages: Iterator[Pending]) -> None:
+    def __init__(self, stages: Generator[Pending, None, HandOver]) -> None:
+        self.stage = -1
         self._stages = stages
-        self.stage = 0
-        self._pending: Pending | None = next(stages, None)
+        self._pending: Pending | None = None
+        self._hand_over: HandOver | None = None
+        self.advance()
 
     @property
     def done(self) -> bool:
-        """Whether the gradients have been handed over."""
-        return self._pending is None
+        """Whether the averaged gradients are where they belong."""
+        return self._hand_over is not None
 
     def is_ready(self) -> bool:
         """Whether `advance` would not have to wait."""
@@ -378,10 +386,18 @@ class Reduction:
 
     def advance(self) -> None:
         """Wait for the collective of this stage and start the next one."""
-        assert self._pending is not None
-        self._pending.wait()
-        self._pending = next(self._stages, None)
+        if self._pending is not None:
+            self._pending.wait()
+        try:
+            self._pending = next(self._stages)
+        except StopIteration as end:
+            self._pending, self._hand_over = None, end.value
         self.stage += 1
+
+    def hand_over(self) -> None:
+        """Add the averaged gradients to those of the resting parameters."""
+        assert self._hand_over is not None
+        self._hand_over()
 
     def drop(self) -> None:
         """Wait for the collective of this stage, whatever comes of it, and start no other."""

@@ -282,7 +282,6 @@ class Runtime:
                 reduction.advance()
             if not reduction.done:
                 limit = reduction.stage
-        self._reductions = [reduction for reduction in self._reductions if not reduction.done]
 
     def _finish_backward(self) -> None:
         """The engine has run all of a backward: reduce what is left, hand over the gradients."""
@@ -290,6 +289,8 @@ class Runtime:
             if group.ran and (not group.launched or group.has_unreduced_gradient):
                 self._reductions += group.reduce()
         self._advance(block=True)
+        for reduction in self._reductions:
+            reduction.hand_over()
         for group in self.groups:
             group.end_backward()
         self._reset()
@@ -307,14 +308,11 @@ class Runtime:
         if not self._unfinished or self._in_backward:
             return
         logger.warning("the last backward did not finish; its gradients of dedicated parameters are dropped")
-        self._drop_reductions()
+        for reduction in self._reductions:
+            reduction.drop()
         for group in self.groups:
             group.abort()
         self._reset()
-
-    def _drop_reductions(self) -> None:
-        for reduction in self._reductions:
-            reduction.drop()
 
     # After the step
 

@@ -15,7 +15,7 @@ from .. import base, checkpoint
 from ..inspect import summary
 from ..parameter import DedicatedParam
 from ..runtime import find_runtime
-from .newton_schulz import Algorithm, Coefficients, newton_schulz, resolve_coefficients
+from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
 from .update import AdjustLR, apply_update, check_rule, momentum_step
 
 logger = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ class Muon(Optimizer):
         replicate_async: bool = True,
         maximize: bool = False,
         *,
-        ns_algorithm: Algorithm = "auto",
+        ns_algorithm: str = "auto",
         momentum_dtype: torch.dtype = torch.float32,
         adamw_fused: bool | None = None,
     ) -> None:
