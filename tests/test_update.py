@@ -143,10 +143,13 @@ def test_zero_gradient_decays_and_leaves_no_momentum(ranks, shape, reshard):
     assert_zero_gradient_decays(ranks, shape, 1e-5, reshard=reshard)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+# In bfloat16, torch's own five iterations bring the 0.765439 of this matrix to 0.824.
+TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=str)
 @pytest.mark.parametrize("algorithm", ["auto", "direct", "gram"])
-def test_zero_gradient_in_every_kernel(ranks, algorithm, dtype):
-    tolerance = 1e-5 if dtype.itemsize >= 4 else 5e-3
+def test_zero_gradient_in_every_kernel(ranks, algorithm, dtype, tolerance):
     assert_zero_gradient_decays(ranks, (4,), tolerance, ns_algorithm=algorithm, ns_dtype=dtype)
 
 
@@ -272,8 +275,8 @@ def test_one_process_agrees_with_torch(ranks, scale, nesterov):
     for ours, theirs in steps:
         for index, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
             torch.testing.assert_close(mine["momentum"], torchs["momentum"], atol=1e-6, rtol=1e-6)
-            # Half a percent of an update is what bfloat16 resolves; five iterations amplify it.
+            # Five iterations in bfloat16 leave either of the two 2 % from the exact ones.
             change = torchs["weight"] - before[index]
             error = (mine["weight"] - torchs["weight"]).norm() / change.norm()
-            assert error < 0.03, f"matrix {index} is off by {error:.1%} of its update"
+            assert error < 0.05, f"matrix {index} is off by {error:.1%} of its update"
         before = [torchs["weight"] for torchs in theirs]

@@ -50,29 +50,27 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     """`id` of the 2-D weights of hidden layers.
 
     A hidden matrix is the 2-D weight of a Linear, of an attention's input projection, or of a layer class
-    that is not torch's own. Left out are embeddings, tied weights, and heads. A head is a matrix with a row
-    or column per token of an embedding; where the model has none such (no embedding, or a padded
-    vocabulary), it is the last matrix that stands outside the repeated blocks.
+    that is not torch's own. Left out are embeddings, tied weights, vectors (one row or one column), and
+    heads. A head stands outside the repeated blocks and has a row or column per token of an embedding;
+    where the model has none such (no embedding, a padded vocabulary, or one of the size of the width, which
+    tells nothing), it is the last matrix outside the blocks.
     """
     tied = tied_parameters(model)
-    vocabularies = {
-        m.num_embeddings for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-    }
-    embeddings = {
-        id(p)
-        for m in model.modules()
-        if isinstance(m, (nn.Embedding, nn.EmbeddingBag))
-        for p in m._parameters.values()
-    }
-    matrices = [c for c in candidates(model) if c.param.ndim == 2 and _is_layer_weight(c)]
-    heads = {id(c.param) for c in matrices if vocabularies.intersection(c.param.shape) and _is_last(c, model)}
-    has_head = bool(heads) or bool(tied & embeddings)
-    hidden = [c for c in matrices if id(c.param) not in heads | tied | embeddings]
-    if not has_head and hidden:
-        blocks = block_modules(model)
-        outside = [c for c in hidden if enclosing(c.name.rpartition(".")[0], blocks) is None]
-        hidden = [c for c in hidden if not outside or c is not outside[-1]]
-    return {id(c.param) for c in hidden}
+    tables = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    embeddings = {id(p) for m in tables for p in m._parameters.values()}
+    vocabularies = {m.num_embeddings for m in tables} - {m.embedding_dim for m in tables}
+    blocks = block_modules(model)
+
+    matrices = [c for c in candidates(model) if id(c.param) not in tied | embeddings and _is_layer_matrix(c)]
+    outside = [c for c in matrices if enclosing(c.name.rpartition(".")[0], blocks) is None]
+    heads = {id(c.param) for c in outside if vocabularies.intersection(c.param.shape)}
+    if outside and not heads and not tied & embeddings:
+        heads = {id(outside[-1].param)}
+    return {id(c.param) for c in matrices} - heads
+
+
+def _is_layer_matrix(candidate: Candidate) -> bool:
+    return candidate.param.ndim == 2 and min(candidate.param.shape) > 1 and _is_layer_weight(candidate)
 
 
 def _is_layer_weight(candidate: Candidate) -> bool:
@@ -83,8 +81,3 @@ def _is_layer_weight(candidate: Candidate) -> bool:
         return attribute.endswith("proj_weight")
     of_torch = type(module).__module__.startswith("torch.nn.")
     return not of_torch and attribute == "weight" and not any(True for _ in module.children())
-
-
-def _is_last(candidate: Candidate, model: nn.Module) -> bool:
-    """Whether the matrix stands outside the repeated blocks, as a head does."""
-    return enclosing(candidate.name.rpartition(".")[0], block_modules(model)) is None

@@ -1,0 +1,443 @@
+"""Which parameters are dedicated when the user does not say, for models of many makes."""
+
+import copy
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+
+import dmuon
+from models import Block, Transformer, agreed, dedicate, make_mesh, shard
+
+WIDTH, VOCAB = 6, 11
+# The matrices of `Block`, in module order.
+BLOCK = ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj", "q_small"]
+
+
+def chosen(shape: tuple[int, ...], make: Callable[[], nn.Module]) -> list[str]:
+    """The names that `dedicate_params` chooses by itself; on the meta device too."""
+    mesh = make_mesh(shape)
+    names = [record.param_name for record in dedicate(make(), mesh)]
+    with torch.device("meta"):
+        on_meta = make()
+    assert [record.param_name for record in dedicate(on_meta, mesh)] == names
+    return names
+
+
+def assert_chosen(ranks, make: Callable[[], nn.Module], expected: list[str]) -> None:
+    assert agreed(ranks, (2,), chosen, make) == expected
+
+
+def in_blocks(*blocks: str, names: list[str] = BLOCK) -> list[str]:
+    return [f"{block}.{name}.weight" for block in blocks for name in names]
+
+
+# Language models
+
+
+def test_gpt(ranks):
+    assert_chosen(ranks, Transformer, in_blocks("layers.0", "layers.1", "layers.2"))
+
+
+def gpt_with_tied_head() -> nn.Module:
+    model = Transformer(depth=1)
+    model.head.weight = model.embed.weight
+    return model
+
+
+def test_tied_head(ranks):
+    assert_chosen(ranks, gpt_with_tied_head, in_blocks("layers.0"))
+
+
+def gpt_with_padded_head() -> nn.Module:
+    model = Transformer(depth=1)
+    model.head = nn.Linear(WIDTH, 16, bias=False)
+    return model
+
+
+def test_head_with_padded_vocabulary(ranks):
+    assert_chosen(ranks, gpt_with_padded_head, in_blocks("layers.0"))
+
+
+class HeadFirst(nn.Module):
+    """A head that is registered before the layers."""
+
+    def __init__(self, head: int = VOCAB) -> None:
+        super().__init__()
+        self.head = nn.Linear(WIDTH, head)
+        self.blocks = nn.ModuleList([Block(WIDTH, 13)])
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+
+
+def test_head_that_is_registered_first(ranks):
+    assert_chosen(ranks, HeadFirst, in_blocks("blocks.0"))
+
+
+class ValueHead(Transformer):
+    """A second head, of one output, beside that of the language model."""
+
+    def __init__(self) -> None:
+        super().__init__(depth=1)
+        self.value = nn.Linear(WIDTH, 1)
+
+
+def test_head_with_one_output_is_a_vector(ranks):
+    assert_chosen(ranks, ValueHead, in_blocks("layers.0"))
+
+
+class Layer(nn.Module):
+    """Something that can be called, as a block can."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+
+class Conv1D(nn.Module):
+    """A linear layer that keeps its weight transposed."""
+
+    def __init__(self, out: int, into: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(into, out).normal_(std=0.02))
+        self.bias = nn.Parameter(torch.zeros(out))
+
+
+class Gpt2Block(Layer):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = nn.ModuleDict({"c_attn": Conv1D(3 * width, width), "c_proj": Conv1D(width, width)})
+        self.mlp = nn.ModuleDict({"c_fc": Conv1D(4 * width, width), "c_proj": Conv1D(width, 4 * width)})
+
+
+class Gpt2(nn.Module):
+    """The names and classes of GPT-2; its context is as long as it is wide."""
+
+    def __init__(self, tied: bool) -> None:
+        super().__init__()
+        self.transformer = nn.ModuleDict(
+            {
+                "wte": nn.Embedding(VOCAB, WIDTH),
+                "wpe": nn.Embedding(WIDTH, WIDTH),
+                "h": nn.ModuleList(Gpt2Block(WIDTH) for _ in range(2)),
+                "ln_f": nn.LayerNorm(WIDTH),
+            }
+        )
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        if tied:
+            self.lm_head.weight = self.transformer["wte"].weight
+
+
+def gpt2() -> nn.Module:
+    return Gpt2(tied=True)
+
+
+def gpt2_untied() -> nn.Module:
+    return Gpt2(tied=False)
+
+
+@pytest.mark.parametrize("make", [gpt2, gpt2_untied])
+def test_gpt2(ranks, make):
+    matrices = ["attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"]
+    assert_chosen(ranks, make, in_blocks("transformer.h.0", "transformer.h.1", names=matrices))
+
+
+class Unrolled(nn.Module):
+    """Layers that stand in no list, and a position for each of the width's numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.positions = nn.Embedding(WIDTH, WIDTH)
+        self.first = Block(WIDTH, 13)
+        self.second = Block(WIDTH, 13)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+
+def test_layers_in_no_list(ranks):
+    assert_chosen(ranks, Unrolled, in_blocks("first", "second"))
+
+
+class Bert(nn.Module):
+    """A pooler, which is a hidden layer, and a classifier, which is a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embeddings = nn.ModuleDict(
+            {"word": nn.Embedding(VOCAB, WIDTH), "token_type": nn.Embedding(2, WIDTH)}
+        )
+        self.encoder = nn.ModuleDict({"layer": nn.ModuleList([Block(WIDTH, 13)])})
+        self.pooler = nn.Linear(WIDTH, WIDTH)
+        self.classifier = nn.Linear(WIDTH, 3)
+
+
+def test_bert_classifier(ranks):
+    assert_chosen(ranks, Bert, [*in_blocks("encoder.layer.0"), "pooler.weight"])
+
+
+class EncoderDecoder(nn.Module):
+    """One embedding for encoder, decoder and head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Embedding(VOCAB, WIDTH)
+        self.encoder = nn.ModuleDict({"embed": self.shared, "blocks": nn.ModuleList([Block(WIDTH, 13)])})
+        self.decoder = nn.ModuleDict({"embed": self.shared, "blocks": nn.ModuleList([Block(WIDTH, 13)])})
+        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.shared.weight
+
+
+def test_encoder_decoder_with_one_embedding(ranks):
+    assert_chosen(ranks, EncoderDecoder, in_blocks("encoder.blocks.0", "decoder.blocks.0"))
+
+
+class MixtureLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, 3, bias=False)
+        self.experts = nn.ModuleList(
+            nn.ModuleDict({"up": nn.Linear(WIDTH, 9), "down": nn.Linear(9, WIDTH)}) for _ in range(3)
+        )
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList([MixtureLayer()])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+
+def test_mixture_of_experts(ranks):
+    experts = [f"experts.{e}.{matrix}" for e in range(3) for matrix in ("up", "down")]
+    assert_chosen(ranks, Mixture, in_blocks("layers.0", names=["attention", "router", *experts]))
+
+
+# Other models
+
+
+class VisionTransformer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = nn.Conv2d(3, WIDTH, 2, stride=2)
+        self.cls_token = nn.Parameter(torch.zeros(1, 1, WIDTH))
+        self.positions = nn.Parameter(torch.zeros(1, 5, WIDTH))
+        self.encoder = nn.ModuleDict({"blocks": nn.ModuleList([Block(WIDTH, 13), Block(WIDTH, 13)])})
+        self.norm = nn.LayerNorm(WIDTH)
+        self.head = nn.Linear(WIDTH, 10)
+
+
+def test_vision_transformer(ranks):
+    assert_chosen(ranks, VisionTransformer, in_blocks("encoder.blocks.0", "encoder.blocks.1"))
+
+
+def perceptron() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def test_perceptron(ranks):
+    assert_chosen(ranks, perceptron, ["0.weight", "2.weight"])
+
+
+class TorchEncoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(WIDTH, nhead=2, dim_feedforward=13)
+        self.encoder = nn.TransformerEncoder(layer, num_layers=2, enable_nested_tensor=False)
+        self.classifier = nn.Linear(WIDTH, 3)
+
+
+def test_torchs_encoder_layers(ranks):
+    matrices = ["self_attn.in_proj_weight", "self_attn.out_proj.weight", "linear1.weight", "linear2.weight"]
+    expected = [f"encoder.layers.{layer}.{name}" for layer in range(2) for name in matrices]
+    assert_chosen(ranks, TorchEncoder, expected)
+
+
+class CrossAttention(nn.Module):
+    """Three input projections, as torch keeps them for keys and values of other widths."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.MultiheadAttention(WIDTH, 2, kdim=4, vdim=5)])
+        self.out = nn.Linear(WIDTH, 3)
+
+
+def test_attention_with_separate_projections(ranks):
+    names = ["q_proj_weight", "k_proj_weight", "v_proj_weight", "out_proj.weight"]
+    assert_chosen(ranks, CrossAttention, [f"blocks.0.{name}" for name in names])
+
+
+class Recurrent(nn.Module):
+    """The gates of a recurrent layer, stacked in one tensor, are no matrix to orthogonalize."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.EmbeddingBag(VOCAB, WIDTH)
+        self.lstm = nn.LSTM(WIDTH, 7)
+        self.hidden = nn.Linear(7, 5)
+        self.head = nn.Linear(5, VOCAB)
+
+
+def test_recurrent(ranks):
+    assert_chosen(ranks, Recurrent, ["hidden.weight"])
+
+
+class ScaledLinear(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+
+class LowRankLinear(nn.Module):
+    """A linear class of somebody else's, with a norm of its own beside the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(WIDTH, 4).normal_())
+
+
+class Norm(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH))
+
+
+class ScaledEmbedding(nn.Embedding):
+    pass
+
+
+class CustomLayer(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = Norm()
+        self.one = ScaledLinear()
+        self.two = LowRankLinear()
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = ScaledEmbedding(VOCAB, WIDTH)
+        self.stack = nn.Sequential(CustomLayer(), CustomLayer())
+        self.head = ScaledLinear()
+
+
+def test_linear_classes_of_other_makes(ranks):
+    assert_chosen(ranks, Custom, in_blocks("stack.0", "stack.1", names=["one", "two"]))
+
+
+# One of each kind, as it is trained
+
+
+class Everything(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wte = nn.Embedding(9, 4)
+        self.norm = nn.LayerNorm(4)
+        self.linear = nn.Linear(4, 4)
+        self.conv = nn.Conv2d(2, 8, 3)
+        self.depthwise = nn.Conv1d(4, 4, 3, groups=4)
+        self.head = nn.Linear(4, 9, bias=False)
+        self.head.weight = self.wte.weight
+
+    def forward(self, tokens: torch.Tensor, images: torch.Tensor) -> torch.Tensor:
+        hidden = self.linear(self.norm(self.wte(tokens)))  # [batch, length, 4]
+        hidden = self.depthwise(F.pad(hidden.transpose(1, 2), (1, 1))).transpose(1, 2)
+        return self.head(hidden).logsumexp(-1).mean() + self.conv(images).square().mean()
+
+
+def test_only_linear_layers_of_one_of_each_kind(ranks):
+    assert_chosen(ranks, Everything, ["linear.weight"])
+
+
+def groups_of_everything(shape: tuple[int, ...]) -> tuple[dict[str, list[str]], str]:
+    """The names in each algorithm's groups, and the logged summary."""
+    model, mesh = Everything(), make_mesh(shape)
+    dedicate(model, mesh)
+    shard(model, mesh)
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("dmuon")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    try:
+        optimizer = dmuon.Muon(model)
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert model.head.weight is model.wte.weight
+    names = {id(p): name for name, p in model.named_parameters()}
+    groups: dict[str, list[str]] = {"muon": [], "adamw": []}
+    for group in optimizer.param_groups:
+        groups[group["algorithm"]] += [names[id(p)] for p in group["params"]]
+    model(torch.arange(6).view(2, 3), torch.ones(1, 2, 4, 4)).backward()
+    before = {name: dmuon.full_tensor(p).detach().clone() for name, p in model.named_parameters()}
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert not torch.equal(dmuon.full_tensor(param), before[name]), f"{name} is not trained"
+    return groups, "\n".join(messages)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
+def test_every_kind_has_its_algorithm(ranks, shape):
+    groups, table = agreed(ranks, shape, groups_of_everything)
+    assert groups["muon"] == ["linear.weight"]
+    everything = [name for name, _ in Everything().named_parameters()]
+    assert sorted(groups["adamw"]) == sorted(set(everything) - {"linear.weight"})
+    assert groups["adamw"].count("wte.weight") == 1
+    assert table.count("wte.weight") == 1
+    assert "head.weight" not in table
+
+
+# Predicates
+
+
+def seen_by_predicate(shape: tuple[int, ...]) -> tuple[list[str], list[str]]:
+    """What a predicate is asked about, and what comes of its answers."""
+    model, mesh = Transformer(depth=1), make_mesh(shape)
+    model.layers[0].k_proj.weight.requires_grad_(False)
+    asked = []
+
+    def predicate(name: str, param: nn.Parameter) -> bool:
+        assert dict(model.named_parameters())[name] is param
+        asked.append(name)
+        return name.endswith(("_proj.weight", "head.weight"))
+
+    records = dedicate(model, mesh, predicate=predicate)
+    return asked, [record.param_name for record in records]
+
+
+def test_a_predicate_is_asked_once_about_every_parameter(ranks):
+    asked, names = agreed(ranks, (2,), seen_by_predicate)
+    assert asked == [name for name, _ in Transformer(depth=1).named_parameters()]
+    # It may choose a head; a frozen matrix is left out.
+    trainable = [name for name in BLOCK if name.endswith("_proj") and name != "k_proj"]
+    assert names == [*in_blocks("layers.0", names=trainable), "head.weight"]
+
+
+def names_in_other_order(shape: tuple[int, ...]) -> list[list[str]]:
+    """The choice for a model, its deep copy, and the model inside a wrapper, without the wrapper's prefix."""
+    mesh, model = make_mesh(shape), Transformer(depth=1)
+    models = [copy.deepcopy(model), copy.deepcopy(model), nn.ModuleDict({"inner": copy.deepcopy(model)})]
+    return [[r.param_name.removeprefix("inner.") for r in dedicate(m, mesh)] for m in models]
+
+
+def test_a_wrapper_changes_no_choice(ranks):
+    first, second, wrapped = agreed(ranks, (2,), names_in_other_order)
+    assert first == second == wrapped == in_blocks("layers.0")
+
+
+def choose_after_wrapping_a_part(shape: tuple[int, ...]) -> list[str]:
+    """`fully_shard` has taken the embedding before; the rest is still free."""
+    model, mesh = Transformer(depth=1), make_mesh(shape)
+    fully_shard(model.embed, mesh=mesh)
+    return [record.param_name for record in dedicate(model, mesh)]
+
+
+def test_a_part_may_be_sharded_before_if_nothing_in_it_is_dedicated(ranks):
+    assert agreed(ranks, (2,), choose_after_wrapping_a_part) == in_blocks("layers.0")
