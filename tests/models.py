@@ -237,6 +237,50 @@ def train_on_targets(
     return history
 
 
+def random_targets(weights: list[torch.Tensor], steps: int, ranks: int) -> Targets:
+    """Different on each rank, and large enough for a sum to be told from a mean."""
+    generator = torch.Generator().manual_seed(7)
+    return [
+        [[3 * torch.randn(w.shape, generator=generator) for w in weights] for _ in range(ranks)]
+        for _ in range(steps)
+    ]
+
+
+def same_on_all(targets: list[list[torch.Tensor]], ranks: int) -> Targets:
+    """Each step's targets, on every rank."""
+    return [[step] * ranks for step in targets]
+
+
+def train_oracle(
+    weights: list[torch.Tensor], targets: Targets, *, maximize: bool = False, **settings: Any
+) -> list[list[dict[str, torch.Tensor]]]:
+    """What `train_on_targets` should return, by a single process on the mean of the targets."""
+    model = InnerProducts(weights)
+    reference = ReferenceMuon(model, lambda name, param: True, **settings)
+    history = []
+    for by_rank in targets:
+        means = [torch.stack(list(of_one)).mean(0) for of_one in zip(*by_rank, strict=True)]
+        params = list(model.parameters())
+        for param, mean in zip(params, means, strict=True):
+            param.grad = -mean if maximize else mean.clone()
+        reference.step()
+        history.append(
+            [
+                {"weight": p.detach().clone(), "momentum": reference.buffers[p].clone(), "gradient": mean}
+                for p, mean in zip(params, means, strict=True)
+            ]
+        )
+    return history
+
+
+def assert_histories_close(found: list, expected: list, tolerance: float = 1e-5) -> None:
+    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        for index, (ours, oracle) in enumerate(zip(mine, theirs, strict=True)):
+            for what in ("gradient", "momentum", "weight"):
+                difference = (ours[what] - oracle[what]).abs().max().item()
+                assert difference <= tolerance, f"{what} {index} is off by {difference} at step {step}"
+
+
 def agreed(ranks: Callable, shape: tuple[int, ...], fn: Callable, *args: object, **kwargs: object) -> Any:
     """`fn(shape, ...)` on all ranks of a mesh; its one answer, bitwise the same on all of them."""
     answers = ranks(math.prod(shape), fn, shape, *args, **kwargs)
