@@ -81,8 +81,8 @@ def dedicate_params(
     options = _options(reshard_after_forward, mp_policy, hook_boundary, process_groups)
     if has_runtime(model):
         raise ValueError(
-            "dedicate_params was already called on this model, or on a part of it. Call it once, on the whole "
-            "model; one predicate can choose from all of it."
+            "dedicate_params was already called on this model, or on a part of it. Call it once, on the "
+            "whole model; one predicate can choose from all of it."
         )
     chosen = _choose(model, predicate)
     for candidate in chosen:

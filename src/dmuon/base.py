@@ -35,7 +35,8 @@ def unhide(module: nn.Module) -> None:
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that `fully_shard` wraps, by name, outermost first."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    modules = dict(model.named_modules())
+    return {name: module for name, module in modules.items() if isinstance(module, FSDPModule)}
 
 
 def managed_parameters(model: nn.Module) -> set[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -398,13 +397,6 @@ class Reduction:
         """Add the averaged gradients to those of the resting parameters."""
         assert self._hand_over is not None
         self._hand_over()
-
-    def drop(self) -> None:
-        """Wait for the collective of this stage, whatever comes of it, and start no other."""
-        if self._pending is not None:
-            with contextlib.suppress(RuntimeError):
-                self._pending.wait()
-        self._pending = None
 
 
 def _gathered(param: DedicatedParam) -> nn.Parameter:

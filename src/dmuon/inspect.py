@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
@@ -63,7 +65,7 @@ def _placement_text(tensor: object) -> str:
     return " ".join(map(str, tensor.placements)) if isinstance(tensor, DTensor) else "every rank"
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     """Left-aligned columns; the last one, a number, right-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = []

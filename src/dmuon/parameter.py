@@ -189,7 +189,7 @@ class DedicatedParam:
             counts = None if known is None or counts is None else known + counts
             self.resting.grad.add_(gradient)
         # The counts live and die with the gradient itself: whoever replaces or drops it drops them as well.
-        self.resting.grad._dmuon_counts = counts  # type: ignore[union-attr]
+        self.resting.grad._dmuon_counts = counts  # type: ignore[attr-defined]
 
     def had_gradient(self) -> bool:
         """On the owner: whether any rank had a gradient for it.

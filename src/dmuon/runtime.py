@@ -14,6 +14,7 @@ The rules that keep all ranks together:
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import weakref
@@ -271,8 +272,8 @@ class Runtime:
     def _advance(self, *, block: bool = False) -> None:
         """Take reductions to their next stage; in order, so that no rank overtakes another in a channel.
 
-        When a stage is over differs between ranks. Process groups shared with FSDP2 do not bear that, so there
-        the later stages wait for the end of backward.
+        When a stage is over differs between ranks. Process groups shared with FSDP2 do not bear that, so
+        there the later stages wait for the end of backward.
         """
         if not (block or self._polls):
             return
@@ -308,8 +309,9 @@ class Runtime:
         if not self._unfinished or self._in_backward:
             return
         logger.warning("the last backward did not finish; its gradients of dedicated parameters are dropped")
-        for reduction in self._reductions:
-            reduction.drop()
+        # To the end, not just to the stage they are in: which one that is differs between ranks.
+        with contextlib.suppress(RuntimeError):
+            self._advance(block=True)
         for group in self.groups:
             group.abort()
         self._reset()

@@ -204,9 +204,10 @@ class Muon(Optimizer):
         for name, param in self._model.named_parameters():
             if param.requires_grad and self._record(param) is None and not isinstance(param, DTensor):
                 raise ValueError(
-                    f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
-                    f"{self._runtime.layout.size} data-parallel ranks. Wrap the model with fully_shard(model, "
-                    "mesh=...) after dedicate_params and before dmuon.Muon, or freeze the parameter."
+                    f"{name} is neither dedicated nor sharded, so nothing would average its gradient over "
+                    f"the {self._runtime.layout.size} data-parallel ranks. Wrap the model with "
+                    "fully_shard(model, mesh=...) after dedicate_params and before dmuon.Muon, or freeze the "
+                    "parameter."
                 )
 
     # The step
@@ -298,8 +299,8 @@ class Muon(Optimizer):
             for param in group["params"]:
                 if self._record(param) is None and id(param) not in current:
                     raise RuntimeError(
-                        f"{self._names[id(param)]} is no longer a parameter of the model, so that updating it "
-                        "would change nothing. Call fully_shard (and whatever else replaces parameters) "
+                        f"{self._names[id(param)]} is no longer a parameter of the model, so that updating "
+                        "it would change nothing. Call fully_shard (and whatever else replaces parameters) "
                         "before dmuon.Muon."
                     )
         self._verified = True

@@ -47,8 +47,8 @@ class UpdateRule:
 def shape_scale(rows: int, cols: int, adjust_lr_fn: AdjustLR) -> float:
     """Factor on the learning rate for a matrix of this shape (the whole one, never a piece).
 
-    "original" is sqrt(max(1, rows / cols)), "match_rms_adamw" is 0.2 sqrt(max(rows, cols)) (arXiv:2502.16982),
-    "none" is 1.
+    "original" is sqrt(max(1, rows / cols)), "match_rms_adamw" is 0.2 sqrt(max(rows, cols))
+    (arXiv:2502.16982), "none" is 1.
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / cols))
