@@ -51,8 +51,9 @@ class Bucket:
             offsets, total = packed_offsets([p.full_shape.numel() for p in params], self.dtype)
             self._buffer = torch.empty(total, dtype=self.dtype, device=self.layout.device)
             for param, view in zip(self.params, self._views(self._buffer, offsets), strict=True):
-                # Through .data: a version counter of its own, which filling the buffer leaves alone.
-                param.gathered = nn.Parameter(view.data, requires_grad=param.resting.requires_grad)
+                # Through .data: a version counter of its own, which filling the buffer leaves alone. It wants
+                # a gradient for now, so that a frozen one can take a hook; showing it sets what holds.
+                param.gathered = nn.Parameter(view.data)
         self._offsets = offsets
         self._nbytes = self._buffer.untyped_storage().nbytes()
         self._free()

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal, get_args
 
-import torch
 from torch import Tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "none"]
@@ -94,9 +94,7 @@ def check_rule(settings: dict) -> UpdateRule:
     Raises:
         ValueError: for a setting out of range, by its name.
     """
-    lr, momentum, decay = (float(settings[key]) for key in ("lr", "momentum", "weight_decay"))
-    if isinstance(settings["lr"], torch.Tensor) and settings["lr"].numel() != 1:
-        raise ValueError("lr given as a tensor must have one element")
+    lr, momentum, decay = (_number(key, settings[key]) for key in ("lr", "momentum", "weight_decay"))
     if not (math.isfinite(lr) and lr >= 0):
         raise ValueError(f"lr must be finite and >= 0, got {lr}")
     if not 0 <= momentum < 1:
@@ -111,3 +109,9 @@ def check_rule(settings: dict) -> UpdateRule:
         adjust_lr_fn=check_adjust_lr_fn(settings["adjust_lr_fn"]),
         maximize=bool(settings["maximize"]),
     )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    raise ValueError(f"{name} must be a number or a tensor with one element, got {value!r}")
