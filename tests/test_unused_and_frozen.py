@@ -44,7 +44,7 @@ A, B, C = range(3)
 
 def targets_without(skipped: list[list[list[int]]]) -> Targets:
     """Random targets, none where `skipped[step][rank]` lists the weight."""
-    generator = torch.Generator().manual_seed(2)
+    rng = torch.Generator().manual_seed(2)
     return [
         [
             [
