@@ -47,10 +47,7 @@ def targets_without(skipped: list[list[list[int]]]) -> Targets:
     rng = torch.Generator().manual_seed(2)
     return [
         [
-            [
-                None if i in absent else torch.randn(w.shape, generator=generator)
-                for i, w in enumerate(WEIGHTS)
-            ]
+            [None if i in absent else torch.randn(w.shape, generator=rng) for i, w in enumerate(WEIGHTS)]
             for absent in by_rank
         ]
         for by_rank in skipped
