@@ -9,7 +9,6 @@ the same if the user passes `dmuon.dedicated_parameters(model)`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -35,8 +34,7 @@ def unhide(module: nn.Module) -> None:
 
 def sharded_modules(model: nn.Module) -> dict[str, nn.Module]:
     """The modules that `fully_shard` wraps, by name, outermost first."""
-    modules = dict(model.named_modules())
-    return {name: module for name, module in modules.items() if isinstance(module, FSDPModule)}
+    return {name: module for name, module in model.named_modules() if issubclass(type(module), FSDPModule)}
 
 
 def managed_parameters(model: nn.Module) -> set[int]:

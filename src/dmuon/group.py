@@ -102,6 +102,11 @@ class Bucket:
             gathering, self._gathering = self._gathering, None
             gathering.wait()
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the gathered weights."""
+        mine = self._buffer.untyped_storage()
+        return mine.nbytes() > 0 and tensor.untyped_storage().data_ptr() == mine.data_ptr()
+
     # Reduce
 
     @torch.no_grad()
@@ -269,6 +274,11 @@ class DedicatedGroup:
         """Free the full weights."""
         for bucket in self.buckets:
             bucket.release()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the group's gathered weights, and must not outlive them."""
+        is_plain = type(tensor) in (torch.Tensor, nn.Parameter)  # wrappers have no storage to ask for
+        return is_plain and any(bucket.holds(tensor) for bucket in self.buckets)
 
     def wait_published(self) -> None:
         """Wait until no publish of these weights is in flight."""

@@ -174,19 +174,22 @@ class Runtime:
         group.show_resting()
         if self._in_backward:
             return  # a recomputation: the weights are about to be used
+        outputs = list(_tensors(output))
+        leaks = any(group.holds(tensor) for tensor in outputs)  # a module that returns its own weight
         if not torch.is_grad_enabled():
             # FSDP2 would keep weights that are not resharded after forward. We let go: whatever changes them
             # before the next forward, by whatever means, is seen by it.
-            if not group.ran:
+            if not (group.ran or leaks):
                 group.release()
             return
-        tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-        for tensor in tensors:
+        hooked = [tensor for tensor in outputs if tensor.requires_grad]
+        for tensor in hooked:
             tensor.register_hook(self._pre_backward_hook(group))
-        if tensors or group.is_trainable:
+        if hooked or group.is_trainable:
             group.ran = True
-        # Without an output to hook, nothing would bring the weights back: keep them.
-        if (tensors and group.residency == "while_used") or not group.ran:
+        # Without an output to hook, nothing would bring the weights back: they stay.
+        brought_back = bool(hooked) or not group.ran
+        if brought_back and not leaks and (group.residency == "while_used" or not group.ran):
             group.release()
 
     def _end_of_order(self) -> None:
