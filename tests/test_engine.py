@@ -672,3 +672,130 @@ def meta_without_to_empty() -> None:
 
 def test_meta_weights_that_nobody_materialised(ranks):
     ranks(1, meta_without_to_empty)
+
+
+# What stands around the step
+
+
+def clip(shape: tuple[int, ...], max_norm: float) -> None:
+    model = Transformer()
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, make_mesh(shape))
+    for step in range(3):
+        for micro in range(2):  # clipped after each backward: the second sees the first one's result
+            backward_both(model, oracle, 2 * step + micro)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm).full_tensor()
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), max_norm)
+            torch.testing.assert_close(norm, expected, atol=1e-5, rtol=1e-5)
+        for record in dmuon.get_dedicated_params(model):  # Newton-Schulz would hide a wrong scale
+            if record.is_owner:
+                wanted = oracle.get_parameter(record.param_name).grad
+                torch.testing.assert_close(record.local_gradient, wanted, atol=1e-6, rtol=1e-5)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("max_norm", [0.05, 100.0])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_torchs_own_clipping(ranks, shape, max_norm):
+    ranks(4, clip, shape, max_norm)
+
+
+def nothing_left_for_fsdp2(shape: tuple[int, ...], ignored: bool) -> None:
+    model = OnlyDedicated()
+    oracle, reference = with_oracle(model, lambda name, p: True)
+    mesh = make_mesh(shape)
+    dedicate(model, mesh, predicate=lambda name, p: True)
+    kwargs = {"ignored_params": dmuon.dedicated_parameters(model)} if ignored else {}
+    shard(model, mesh, **kwargs)
+    optimizer = dmuon.Muon(model)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        return m(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+    for step in range(2):
+        backward_both(model, oracle, step, loss)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("ignored", [False, True])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_a_model_that_is_all_dedicated(ranks, shape, ignored):
+    ranks(4, nothing_left_for_fsdp2, shape, ignored)
+
+
+def two_models() -> None:
+    """A generator and a critic, each with an optimizer of its own, in one backward."""
+    torch.manual_seed(3)
+    models = [OnlyDedicated(), OnlyDedicated()]
+    oracles = copy.deepcopy(models)
+    mesh = make_mesh((4,))
+    optimizers, references = [], []
+    for model, oracle in zip(models, oracles, strict=True):
+        dedicate(model, mesh, predicate=lambda name, p: True)
+        optimizers.append(dmuon.Muon(model))
+        references.append(ReferenceMuon(oracle, lambda name, p: True))
+
+    def loss(pair: list[nn.Module], seed: int) -> torch.Tensor:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))
+        return pair[1](pair[0](x)).square().mean()
+
+    for step in range(3):
+        seeds = seeds_of(step)
+        loss(models, seeds[dist.get_rank()]).backward()
+        mean_backward(oracles, loss, seeds)
+        for which in (0, 1):
+            if step != which:  # one of the two rests, and keeps its gradient for the next step
+                step_both(optimizers[which], references[which])
+            assert_weights_close(models[which], oracles[which])
+
+
+def test_two_models_in_one_backward(ranks):
+    ranks(4, two_models)
+
+
+class Returns(nn.Module):
+    """Layers that hand out their own weight, or a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Returned(), Returned()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            weight, view = layer()
+            x = torch.tanh(x @ weight) + x * view
+        return x
+
+
+class Returned(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Sequential(nn.Linear(6, 6, bias=False))
+
+    def forward(self) -> tuple[torch.Tensor, torch.Tensor]:
+        weight = self.linear[0].weight
+        return weight, weight.detach()[0]
+
+
+def returned_weights(reshard: bool) -> None:
+    model = Returns()
+    oracle, reference = with_oracle(model, lambda name, p: True)
+    dedicate(model, make_mesh((4,)), predicate=lambda name, p: True, reshard_after_forward=reshard)
+    optimizer = dmuon.Muon(model)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        return m(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+    for step in range(3):
+        with torch.no_grad():
+            torch.testing.assert_close(loss(model, 7), loss(oracle, 7), atol=1e-5, rtol=0)
+        backward_both(model, oracle, step, loss)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("reshard", [True, False])
+def test_layers_that_return_their_weights(ranks, reshard):
+    ranks(4, returned_weights, reshard)

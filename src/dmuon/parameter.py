@@ -138,9 +138,10 @@ class DedicatedParam:
                 "place. Call fully_shard between dmuon.dedicate_params and dmuon.Muon, load state_dicts "
                 "without assign=True, and replace weights in place (under torch.no_grad())."
             )
-        # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
-        # stead; a weak reference, so that the parameter does not keep the engine alive.
-        self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
+        if "full_tensor" not in self.resting.__dict__:
+            # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
+            # stead; a weak reference, so that the parameter does not keep the engine alive.
+            self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
@@ -207,6 +208,11 @@ class DedicatedParam:
         gradient = self.resting.grad
         assert gradient is not None
         return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+
+
+def is_resting(tensor: torch.Tensor) -> bool:
+    """Whether it is the resting parameter of a dedicated one, of whatever model."""
+    return isinstance(getattr(tensor, "full_tensor", None), _FullTensor)
 
 
 class _FullTensor:

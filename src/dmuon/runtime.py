@@ -97,8 +97,7 @@ class Runtime:
             return
         for module in {param.module for param in self.params}:
             base.unhide(module)
-        for param in self.params:
-            param.refresh()
+        self.check()
         boundaries = self._boundaries()
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
         for param in self.params:
@@ -112,6 +111,27 @@ class Runtime:
                 self._add_group(name, boundaries[name], params, channels)
         self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
         logger.debug("sealed: %s", self.groups)
+
+    def check(self) -> None:
+        """Refuse what `fully_shard`, or others, have made unworkable since `dedicate_params`.
+
+        Raises:
+            RuntimeError: for a dedicated parameter that another one has replaced.
+            ValueError: if `fully_shard` averages gradients over other ranks.
+        """
+        for param in self.params:
+            param.refresh()
+        ours = self.layout.mesh.mesh.flatten().tolist()
+        sharded = base.sharded_modules(self.model)
+        for param in self.params:
+            around = base.enclosing(param.param_name.rpartition(".")[0], sharded)
+            theirs = base.data_parallel_ranks(sharded[around]) if around is not None else None
+            if theirs is not None and sorted(theirs) != sorted(ours):
+                raise ValueError(
+                    f"{param.param_name} was given to dedicate_params with a mesh of the ranks {ours}, and "
+                    f"to fully_shard with one of the ranks {theirs}. Give both the same data-parallel mesh; "
+                    'for HSDP, dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"]).'
+                )
 
     def _boundaries(self) -> dict[str, nn.Module]:
         """Modules at whose forward a group is gathered, by name, in module order; always with the root."""
@@ -182,7 +202,8 @@ class Runtime:
             if not (group.ran or leaks):
                 group.release()
             return
-        hooked = [tensor for tensor in outputs if tensor.requires_grad]
+        # No leaves: a hook on a weight or an input that is passed through would stay for ever.
+        hooked = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
         for tensor in hooked:
             tensor.register_hook(self._pre_backward_hook(group))
         if hooked or group.is_trainable:
