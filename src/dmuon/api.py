@@ -17,14 +17,15 @@ from torch.distributed.tensor import DTensor
 
 from . import base
 from .assignment import Matrix, assign
+from .bucket import Precision
+from .channels import ProcessGroups
 from .checkpoint import install_model_hooks
-from .comm import ProcessGroups
-from .group import Precision
-from .layout import DataParallelLayout
+from .layout import DataParallelLayout, root_mesh
 from .optim.newton_schulz import operation_count
 from .parameter import DedicatedParam
 from .runtime import Options, Runtime, find_runtime, has_runtime
 from .selection import Candidate, Predicate, candidates, hidden_matrices, tied_parameters
+from .tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -85,12 +86,14 @@ def dedicate_params(
             "whole model; one predicate can choose from all of it."
         )
     chosen = _choose(model, predicate)
-    for candidate in chosen:
-        _check(candidate, model)
-    slots = _assign(model, chosen, layout.size)
+    _check(chosen, model)
+    cuts = [_tensor_parallel(candidate, layout) for candidate in chosen]
+    matrices = _matrices(model, chosen)
+    slots = assign(matrices, layout.size)
+    tp_owners = _assign_tp(matrices, slots, cuts)
     params = [
-        DedicatedParam(c.name, c.module, c.attribute, layout, layout.owner_of_slot(slot))
-        for c, slot in zip(chosen, slots, strict=True)
+        DedicatedParam(c.name, c.module, c.attribute, layout, layout.owner_of_slot(slot), tp, tp_owner)
+        for c, slot, tp, tp_owner in zip(chosen, slots, cuts, tp_owners, strict=True)
     ]
     Runtime(model, layout, params, options)
     install_model_hooks(params)
@@ -161,31 +164,61 @@ def _choose(model: nn.Module, predicate: Predicate | None) -> list[Candidate]:
     return chosen
 
 
-def _check(candidate: Candidate, model: nn.Module) -> None:
+def _check(chosen: list[Candidate], model: nn.Module) -> None:
     """Refuse what cannot be dedicated, by name."""
+    managed, tied = base.managed_parameters(model), tied_parameters(model)
+    for name, param in ((candidate.name, candidate.param) for candidate in chosen):
+        if id(param) in managed:
+            raise ValueError(
+                f"{name} has already been taken by fully_shard. The order is: dmuon.dedicate_params, then "
+                "fully_shard, then dmuon.Muon."
+            )
+        if id(param) in tied:
+            raise ValueError(f"{name} is tied to another parameter; leave it to AdamW (choose by predicate)")
+        if param.ndim != 2:
+            shape = tuple(param.shape)
+            raise ValueError(f"{name} has shape {shape}; only matrices (two dims) can be dedicated")
+        if not param.is_floating_point():
+            raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
+
+
+def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> TensorParallel | None:
+    """How tensor parallelism holds a parameter; None for a plain one. Refuses what does not fit the mesh."""
     name, param = candidate.name, candidate.param
-    if id(param) in base.managed_parameters(model):
+    if not isinstance(param, DTensor):
+        return None
+    mesh = param.device_mesh
+    if mesh.mesh_dim_names is None or layout.mesh.mesh_dim_names is None:
         raise ValueError(
-            f"{name} has already been taken by fully_shard. The order is: dmuon.dedicate_params, then "
-            "fully_shard, then dmuon.Muon."
+            f"{name} is a DTensor, and {'its' if mesh.mesh_dim_names is None else 'the data-parallel'} mesh has "
+            "no mesh_dim_names, so that tensor-parallel dims cannot be told from data-parallel ones. Name the "
+            'dims of the root mesh: init_device_mesh(..., mesh_dim_names=("dp", "tp")).'
         )
-    if isinstance(param, DTensor):
+    shared = set(mesh.mesh_dim_names) & set(layout.mesh.mesh_dim_names)
+    if shared:
         raise ValueError(
-            f"{name} is a DTensor with placements {param.placements} already; this version dedicates plain "
-            "parameters only. Leave it out by predicate."
+            f"{name} is a DTensor over the mesh dims {mesh.mesh_dim_names}, of which {sorted(shared)} are in the "
+            f"data-parallel mesh {layout.mesh.mesh_dim_names} too. Pass the data-parallel slice of the mesh to "
+            'dedicate_params, such as mesh["dp"], and apply tensor parallelism on the other dims.'
         )
-    if id(param) in tied_parameters(model):
-        raise ValueError(f"{name} is tied to another parameter; leave it to AdamW (choose by predicate)")
-    if param.ndim != 2:
-        raise ValueError(f"{name} has shape {tuple(param.shape)}; only matrices (two dims) can be dedicated")
-    if not param.is_floating_point():
-        raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
+    if root_mesh(mesh) != root_mesh(layout.mesh):
+        raise ValueError(
+            f"{name} is a DTensor on a mesh of another root than the data-parallel mesh. Slice both from one "
+            'init_device_mesh: mesh["dp"] and mesh["tp"].'
+        )
+    for placement in param.placements:
+        if not (placement.is_shard() or placement.is_replicate()):
+            raise ValueError(
+                f"{name} has the placements {param.placements}; only Shard and Replicate can be dedicated. "
+                "Redistribute it first, or leave it out by predicate."
+            )
+    return TensorParallel.of(param)
 
 
-def _assign(model: nn.Module, chosen: list[Candidate], slots: int) -> list[int]:
-    """An owner slot per parameter, balanced by what their orthogonalization costs.
+def _matrices(model: nn.Module, chosen: list[Candidate]) -> list[Matrix]:
+    """What the assignment needs to know: whole shapes, and which matrices belong together.
 
-    Planned by the model's repeated blocks: where FSDP2 will put its boundaries is not known yet.
+    Grouped by the model's repeated blocks: where FSDP2 will put its boundaries is not known yet.
     """
     blocks = base.block_modules(model)
     numbers: dict[str | None, int] = {}
@@ -200,7 +233,24 @@ def _assign(model: nn.Module, chosen: list[Candidate], slots: int) -> list[int]:
                 group=numbers.setdefault(block, len(numbers)),
             )
         )
-    return assign(matrices, slots)
+    return matrices
+
+
+def _assign_tp(matrices: list[Matrix], slots: list[int], cuts: list[TensorParallel | None]) -> list[int]:
+    """The position of the TP owner of each matrix: balanced among the matrices of one owner.
+
+    Nothing is to be gained from a shared TP owner: one exchange carries them all.
+    """
+    together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
+    for index, (slot, cut) in enumerate(zip(slots, cuts, strict=True)):
+        if cut is not None and cut.size > 1:
+            together.setdefault((slot, cut.ranks), []).append(index)
+    positions = [0] * len(matrices)
+    for (_, ranks), members in together.items():
+        owners = assign([matrices[i] for i in members], len(ranks), small_threshold=0)
+        for index, owner in zip(members, owners, strict=True):
+            positions[index] = owner
+    return positions
 
 
 def full_tensor(param: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .layout import DataParallelLayout
+from .layout import wrap_local
 from .parameter import DedicatedParam
 
 if TYPE_CHECKING:
@@ -53,12 +53,14 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
 
 
 def _sharded_weight(param: DedicatedParam) -> DTensor:
-    layout = param.layout
+    shape, dtype = param.piece_shape, param.resting.dtype
     if param.resting.is_meta:
-        whole = torch.empty(param.full_shape, dtype=param.resting.dtype, device="meta")
-    else:
-        whole = param.full_tensor()
-    return _even_shard(whole, layout)
+        return _even_shard(torch.empty(shape, dtype=dtype, device="meta"), param)
+    piece = torch.empty(shape, dtype=dtype, device=param.layout.device)
+    if param.keeps_weight:
+        piece.copy_(param.local)
+    param.layout.broadcast_from_owner(piece, param.coordinate)
+    return _even_shard(piece, param)
 
 
 @torch.no_grad()
@@ -68,7 +70,7 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     if param.resting.is_meta:
         return
     if param.keeps_weight:
-        param.local.copy_(whole)
+        param.local.copy_(whole if param.tp is None else whole[param.tp.pieces[param.tp.position]])
     param.mark_updated()
     param.published = param.version  # every replica has taken it over by itself
 
@@ -121,18 +123,23 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
 
 
 def _sharded_momentum(param: DedicatedParam, momentum: DTensor) -> DTensor:
-    layout = param.layout
-    whole = torch.empty(param.full_shape, dtype=momentum.dtype, device=layout.device)
+    whole = torch.empty(param.full_shape, dtype=momentum.dtype, device=param.layout.device)
     if param.is_owner:
         whole.copy_(momentum._local_tensor)
-    layout.broadcast_from_owner(whole, param.coordinate)
-    return _even_shard(whole, layout)
+    if param.in_owner_row and param.tp is not None and param.is_cut:
+        param.tp.broadcast_from(whole, param.tp_owner)
+    param.layout.broadcast_from_owner(whole, param.coordinate)
+    return _even_shard(whole if param.tp is None else whole[param.tp.pieces[param.tp.position]], param)
 
 
-def _even_shard(whole: torch.Tensor, layout: DataParallelLayout) -> DTensor:
-    """The rows FSDP2 would keep here, as the DTensor it would have. whole: [rows, cols]."""
-    rows = whole.shape[0]
+def _even_shard(piece: torch.Tensor, param: DedicatedParam) -> DTensor:
+    """The rows FSDP2 would keep here, as the DTensor it would have. piece: `piece_shape`.
+
+    FSDP2 cuts the rows of what tensor parallelism has left; where that has cut rows too, the result is not
+    contiguous, which the placement says.
+    """
+    layout, rows = param.layout, piece.shape[0]
     chunk = -(-rows // layout.shard_size)
     start = min(layout.here.shard * chunk, rows)
-    local = whole[start : min(start + chunk, rows)].clone()
-    return layout.wrap(local, whole.shape, layout.weight_placements())
+    local = piece[start : min(start + chunk, rows)].clone()
+    return wrap_local(local, param.full_shape, param.mesh, param.fsdp_placements())

@@ -14,15 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
-from typing import Literal
 
 import torch
 import torch.distributed as dist
-
-from .layout import DataParallelLayout
-
-ProcessGroups = Literal["isolated", "shared"]
 
 _ALIGNMENT_BYTES = 16  # vectorized loads, and what the kernels behind matrix products like
 
@@ -49,11 +43,11 @@ class Traffic:
 
 
 class Pending:
-    """A collective in flight. Keeps its buffer alive until it is waited for."""
+    """A collective in flight. Keeps its buffers alive until it is waited for."""
 
-    def __init__(self, work: dist.Work | None, buffer: torch.Tensor, label: str) -> None:
+    def __init__(self, work: dist.Work | None, buffers: object, label: str) -> None:
         self._work = work
-        self._buffer: torch.Tensor | None = buffer
+        self._buffers = buffers
         self._label = label
 
     def wait(self) -> None:
@@ -70,7 +64,12 @@ class Pending:
                     f"dmuon: {self._label} failed on rank {dist.get_rank()}. Either a rank has died, or not "
                     "all ranks reached this collective: what one rank gathers, all must gather."
                 ) from error
-        self._work = self._buffer = None
+        self._work = self._buffers = None
+
+    @classmethod
+    def nothing(cls) -> Pending:
+        """For a rank that has no part in a stage."""
+        return cls(None, None, "nothing")
 
     def is_completed(self) -> bool:
         """Whether `wait` would return at once."""
@@ -104,68 +103,28 @@ class Channel:
             self._count(buffer, target)
         return self._pending(work, buffer, f"reduction of {label}")
 
-    def _pending(self, work: dist.Work | None, buffer: torch.Tensor, label: str) -> Pending:
-        return Pending(work, buffer, f"the {self.phase} {label} over ranks {list(self._ranks)}")
+    def all_to_all(
+        self,
+        receive: torch.Tensor,
+        send: torch.Tensor,
+        receive_splits: list[int],
+        send_splits: list[int],
+        label: str,
+    ) -> Pending:
+        """Send consecutive parts of `send` to the ranks of this channel in turn, and receive theirs."""
+        work = dist.all_to_all_single(
+            receive, send, receive_splits, send_splits, group=self._group, async_op=True
+        )
+        mine = self._ranks.index(dist.get_rank())
+        self._traffic.add(self.phase, (send.numel() - send_splits[mine]) * send.element_size())
+        return self._pending(work, (receive, send), f"exchange of {label}")
+
+    def _pending(self, work: dist.Work | None, buffers: object, label: str) -> Pending:
+        return Pending(work, buffers, f"the {self.phase} {label} over ranks {list(self._ranks)}")
 
     def _count(self, buffer: torch.Tensor, root: int) -> None:
         at_root = self._ranks[root] == dist.get_rank()
         self._traffic.add(self.phase, 0 if at_root else buffer.numel() * buffer.element_size())
-
-
-@dataclass(frozen=True)
-class Channels:
-    """The channels of one model."""
-
-    gather: Channel  # weights, from the owner to its row
-    reduce: Channel  # gradients, from the row to the owner's column
-    reduce_replicas: Channel  # gradients, from the owner's column to the owner
-    publish: Channel  # updated weights, from the owner to its column
-    traffic: Traffic
-    isolated: bool  # whether the order between our collectives and others' is free
-
-    @classmethod
-    def create(cls, layout: DataParallelLayout, process_groups: ProcessGroups) -> Channels:
-        """Create the channels; collective over the data-parallel ranks.
-
-        "isolated" makes process groups of our own, which lets our collectives and FSDP2's be issued without
-        regard to each other; "shared" uses the mesh's own groups, which saves connections on very large
-        jobs. Isolated groups take over the timeout of the default process group.
-        """
-        traffic = Traffic()
-
-        def channel(phase: str, mesh_dim: int | None, ranks: tuple[int, ...]) -> Channel:
-            if len(ranks) == 1 or mesh_dim is None:
-                return Channel(phase, ranks, None, traffic)
-            if process_groups == "shared":
-                group = layout.mesh.get_group(mesh_dim)
-            else:
-                # Local synchronization: the groups of other rows and columns are none of our business, and
-                # all ranks create theirs in the same order of phases, so that no two wait for each other.
-                group = dist.new_group(
-                    list(ranks),
-                    timeout=_timeout(layout),
-                    use_local_synchronization=True,
-                    group_desc=f"dmuon_{phase}",
-                )
-            return Channel(phase, ranks, group, traffic)
-
-        shard_dim = layout.mesh.ndim - 1
-        replicate_dim = 0 if layout.mesh.ndim == 2 else None
-        return cls(
-            gather=channel("gather", shard_dim, layout.row),
-            reduce=channel("reduce", shard_dim, layout.row),
-            reduce_replicas=channel("reduce_replicas", replicate_dim, layout.column),
-            publish=channel("publish", replicate_dim, layout.column),
-            traffic=traffic,
-            isolated=process_groups == "isolated",
-        )
-
-
-def _timeout(layout: DataParallelLayout) -> timedelta | None:
-    """The timeout the user gave to `init_process_group`; None (the backend's default) if it is not known."""
-    world = dist.group.WORLD
-    backend = world._get_backend(layout.device) if world is not None else None
-    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 def packed_offsets(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:

@@ -27,7 +27,9 @@ def get_owned_params(model: nn.Module, rank: int) -> list[DedicatedParam]:
     Raises:
         ValueError: if the model has no dedicated parameters.
     """
-    return [param for param in find_runtime(model).params if param.owner_rank == rank]
+    runtime = find_runtime(model)
+    where = runtime.layout.coordinate_of(rank)
+    return [param for param in runtime.params if param.coordinate == where]
 
 
 def summary(model: nn.Module) -> str:

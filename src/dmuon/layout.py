@@ -76,6 +76,16 @@ class DataParallelLayout:
         ranks = self.mesh.mesh if self.mesh.ndim == 2 else self.mesh.mesh.unsqueeze(0)  # [replicate, shard]
         return int(ranks[owner.replicate, owner.shard])
 
+    def coordinate_of(self, rank: int) -> Owner | None:
+        """The data-parallel coordinate of any global rank; None if it is not on the root mesh."""
+        root, names = root_mesh(self.mesh), self.mesh.mesh_dim_names
+        where = (root.mesh == rank).nonzero()
+        if len(where) == 0:
+            return None
+        index = [root.mesh_dim_names.index(n) for n in names] if names and root.mesh_dim_names else [0]
+        coordinate = [int(where[0][i]) for i in index]
+        return Owner(coordinate[-1], coordinate[0] if self.mesh.ndim == 2 else 0)
+
     def keeps_weight(self, owner: Owner) -> bool:
         """Whether this rank keeps the weight at rest: the owner, and its replicas in the other rows."""
         return self.here.shard == owner.shard
@@ -91,14 +101,6 @@ class DataParallelLayout:
     def owner_placements(self) -> tuple[Placement, ...]:
         """Placements of what lives on the one owner: gradient and momentum."""
         return (Shard(0),) if self.mesh.ndim == 1 else (Shard(0), Shard(0))
-
-    def wrap(self, local: torch.Tensor, shape: torch.Size, placements: tuple[Placement, ...]) -> DTensor:
-        """A DTensor of global `shape` whose local part is `local`: all rows here, or no row.
-
-        Such a tensor is uneven on purpose; see `docs/design.md` for what torch does right with it.
-        """
-        stride = torch.empty(shape, device="meta").stride()
-        return DTensor.from_local(local, self.mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def broadcast_from_owner(self, whole: torch.Tensor, owner: Owner) -> None:
         """Bring a tensor from the owner to all data-parallel ranks, in place: down its column, then along
@@ -157,8 +159,8 @@ def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh
     assert shard_mesh.mesh_dim_names is not None  # for the type checker; checked above
     assert replicate_mesh.mesh_dim_names is not None
     names = (replicate_mesh.mesh_dim_names[0], shard_mesh.mesh_dim_names[0])
-    root = shard_mesh._get_root_mesh()
-    if root != replicate_mesh._get_root_mesh() or any(n not in (root.mesh_dim_names or ()) for n in names):
+    root = root_mesh(shard_mesh)
+    if root != root_mesh(replicate_mesh) or any(n not in (root.mesh_dim_names or ()) for n in names):
         raise ValueError(
             f"mesh ({names[1]!r}) and replicate_mesh ({names[0]!r}) must be slices of one root mesh: "
             f'root["{names[1]}"] and root["{names[0]}"]'
@@ -166,3 +168,24 @@ def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh
     if names[0] == names[1]:
         raise ValueError(f"mesh and replicate_mesh are the same mesh dim {names[0]!r}")
     return root[names]
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a slice was taken from."""
+    return mesh._get_root_mesh()
+
+
+def joint_mesh(*meshes: DeviceMesh) -> DeviceMesh:
+    """One mesh with the dims of several slices of one root mesh, in this order."""
+    return DeviceMesh._concatenate(list(meshes)) if len(meshes) > 1 else meshes[0]
+
+
+def wrap_local(
+    local: torch.Tensor, shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]
+) -> DTensor:
+    """A DTensor of global `shape` whose local part is `local`, whatever torch would have put there.
+
+    Resting tensors are uneven on purpose; see `docs/design.md` for what torch does right with them.
+    """
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)

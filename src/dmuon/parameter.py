@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from math import prod
 from typing import cast
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 
-from .layout import DataParallelLayout, Owner
+from .layout import DataParallelLayout, Owner, joint_mesh, wrap_local
+from .tensor_parallel import TensorParallel
 
 Version = tuple[int, int]
 
@@ -20,31 +23,38 @@ class DedicatedParam:
     """A weight that dmuon manages, and where its three forms are.
 
     - *At rest* `resting` is on the module: a parameter whose DTensor has all rows on the owner (and on the
-      owner's replicas under HSDP) and no row elsewhere. The optimizer, checkpoints and clipping see this one.
-    - *Gathered* `gathered` is on the module, during forward and recomputation only: a plain parameter that
-      is a view of its bucket's packed buffer. It is the same object for ever, so that autograd graphs of
-      several forwards meet in it.
+      owner's replicas under HSDP) and no row elsewhere; under tensor parallelism, the owner row's ranks have
+      their pieces. The optimizer, checkpoints and clipping see this one.
+    - *Gathered* `gathered` is on the module, during forward and recomputation only: a plain parameter (a
+      DTensor on the tensor-parallel mesh, if it came as one) that is a view of its bucket's packed buffer. It
+      is the same object for ever, so that autograd graphs of several forwards meet in it.
     - *The gradient* is `resting.grad`, and no other: see `add_gradient`.
 
     Attributes:
         param_name: fully qualified name in the model.
         full_shape: shape of the whole tensor.
-        owner: coordinate of the owner: an int, or `(shard, replicate)` under HSDP.
-        owner_rank: its global rank.
-        shard_dim: the dim that tensor parallelism cuts; None without.
-        tp_group: the tensor-parallel process group; None without.
+        mesh: the mesh of its resting form: the data-parallel dims, then the tensor-parallel ones.
+        tp: how tensor parallelism holds it; None for a plain parameter.
+        tp_owner: position in the TP group of the rank that runs Newton-Schulz.
     """
 
     def __init__(
-        self, name: str, module: nn.Module, attribute: str, layout: DataParallelLayout, owner: Owner
+        self,
+        name: str,
+        module: nn.Module,
+        attribute: str,
+        layout: DataParallelLayout,
+        owner: Owner,
+        tp: TensorParallel | None = None,
+        tp_owner: int = 0,
     ) -> None:
         self.param_name = name
         self.module = module
         self.attribute = attribute
         self.layout = layout
         self.coordinate = owner
-        self.shard_dim: int | None = None
-        self.tp_group: dist.ProcessGroup | None = None
+        self.tp = tp
+        self.tp_owner = tp_owner
         self.gathered: nn.Parameter | None = None
         self.published: Version | None = None  # the version that every replica has; None: never published
         self._epoch = 0
@@ -54,11 +64,15 @@ class DedicatedParam:
         source = cast(nn.Parameter, module._parameters[attribute])
         self.full_shape = source.shape
         local = source.detach()
+        if isinstance(local, DTensor):
+            local = local._local_tensor
         if not local.is_meta:
             local = local.to(layout.device)
         # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.
-        local = local.contiguous() if self.keeps_weight else local.new_empty((0, *self.full_shape[1:]))
-        weight = layout.wrap(local, self.full_shape, layout.weight_placements())
+        local = local.contiguous() if self.keeps_weight else local.new_empty((0, *local.shape[1:]))
+        self.mesh = layout.mesh if tp is None else joint_mesh(layout.mesh, tp.mesh)
+        placements = layout.weight_placements() + (tp.placements if tp is not None else ())
+        weight = wrap_local(local, self.full_shape, self.mesh, placements)
         self.resting = nn.Parameter(weight, requires_grad=source.requires_grad)
         module._parameters[attribute] = self.resting
         self.refresh()
@@ -78,28 +92,66 @@ class DedicatedParam:
 
     @property
     def owner_rank(self) -> int:
-        """Global rank of the owner."""
-        return self.layout.global_rank(self.coordinate)
+        """Global rank of the owner; of the TP owner, where tensor parallelism cuts the parameter.
+
+        Where it does not, every tensor-parallel rank has an owner of its own; this rank's is meant.
+        """
+        if not self.is_cut:
+            return self.layout.global_rank(self.coordinate)
+        assert self.tp is not None
+        grid = self.mesh.mesh.view(*self.layout.mesh.shape, -1)  # [(replicate,) shard, tp]
+        here, there = self.layout.here, self.coordinate
+        mine = grid[here.replicate, here.shard] if grid.ndim == 3 else grid[here.shard]
+        owners = grid[there.replicate, there.shard] if grid.ndim == 3 else grid[there.shard]
+        return int(owners[mine == self.tp.ranks[self.tp_owner]])
 
     @property
-    def is_owner(self) -> bool:
-        """Whether this rank keeps the momentum and the gradient."""
+    def in_owner_row(self) -> bool:
+        """Whether this rank is the owner, or holds one of the owner's pieces."""
         return self.layout.is_owner(self.coordinate)
 
     @property
+    def is_tp_owner(self) -> bool:
+        """Whether this rank is the one of its TP group that would run Newton-Schulz for the parameter."""
+        return self.tp is None or self.tp.position == self.tp_owner
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this rank keeps the momentum and the gradient and runs Newton-Schulz."""
+        return self.in_owner_row and self.is_tp_owner
+
+    @property
     def keeps_weight(self) -> bool:
-        """Whether this rank keeps the weight at rest (the owner and its HSDP replicas)."""
+        """Whether this rank keeps the weight, or a piece, at rest (the owner row and its HSDP replicas)."""
         return self.layout.keeps_weight(self.coordinate)
 
     @property
-    def is_tp_owner(self) -> bool:
-        """Whether this rank runs Newton-Schulz for the parameter."""
-        return self.is_owner
+    def is_cut(self) -> bool:
+        """Whether tensor parallelism has cut it into pieces."""
+        return self.tp is not None and self.tp.size > 1
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The tensor dim that tensor parallelism cuts; None if it cuts none."""
+        return self.tp.shard_dim if self.tp is not None else None
+
+    @property
+    def tp_group(self) -> dist.ProcessGroup | None:
+        """The process group of the ranks that hold the pieces; None if it is not cut, or by several dims."""
+        if self.tp is None or not self.is_cut:
+            return None
+        groups = [g for g in self.tp.mesh.get_all_groups() if g.size() == self.tp.size]
+        same = [g for g in groups if tuple(dist.get_process_group_ranks(g)) == self.tp.ranks]
+        return same[0] if same else None
+
+    @property
+    def piece_shape(self) -> torch.Size:
+        """Shape of what this rank's module computes with: a piece, or all of it."""
+        return self.tp.piece_shape if self.tp is not None else self.full_shape
 
     @property
     def _orig_size(self) -> torch.Size:
-        """Shape that this rank's module computes with (a piece of `full_shape` under tensor parallelism)."""
-        return self.full_shape
+        return self.piece_shape
 
     # The weight
 
@@ -111,6 +163,11 @@ class DedicatedParam:
         """
         if self.before_read is not None:
             self.before_read()
+        return self.resting_local
+
+    @property
+    def resting_local(self) -> torch.Tensor:
+        """As `local`, without waiting: for the publish itself."""
         return cast(DTensor, self.resting)._local_tensor
 
     @property
@@ -145,15 +202,15 @@ class DedicatedParam:
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
-        """The owner's whole weight, on every rank (a new tensor); collective over the data-parallel ranks.
+        """The owner's whole weight, on every rank (a new tensor); collective over all its ranks.
 
         shape: `full_shape`, dtype: that of the resting weight.
         """
-        whole = torch.empty(self.full_shape, dtype=self.resting.dtype, device=self.layout.device)
+        piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
         if self.keeps_weight:
-            whole.copy_(self.local)
-        self.layout.broadcast_from_owner(whole, self.coordinate)
-        return whole
+            piece.copy_(self.local)
+        self.layout.broadcast_from_owner(piece, self.coordinate)
+        return piece if self.tp is None else self.tp.wrap(piece).full_tensor()
 
     def show_gathered(self) -> None:
         """Put the gathered parameter on the module."""
@@ -168,20 +225,40 @@ class DedicatedParam:
 
     # The gradient
 
+    def fsdp_placements(self) -> tuple[Placement, ...]:
+        """The placements on `mesh` that plain FSDP2 would have given it."""
+        tp = self.tp
+        if tp is None:
+            return self.layout.weight_placements()
+        # FSDP2 cuts the rows of what is left here, which interleaves with a cut of the rows by others.
+        pieces = prod(tp.mesh.shape[dim] for dim in tp.cutting if tp.placements[dim].is_shard(0))
+        rows = Shard(0) if pieces == 1 else _StridedShard(0, split_factor=pieces)
+        return (*self.layout.weight_placements()[:-1], rows, *tp.placements)
+
+    def wrap_owned(self, local: torch.Tensor | None, dtype: torch.dtype) -> DTensor:
+        """What lives whole on the one owner, as a DTensor: gradient and momentum.
+
+        Args:
+            local: `full_shape` on the owner; None elsewhere.
+            dtype: of the result.
+        """
+        if local is None:
+            local = torch.empty((0, *self.full_shape[1:]), dtype=dtype, device=self.layout.device)
+        placements = self.layout.owner_placements() + (
+            self.tp.owner_placements if self.tp is not None else ()
+        )
+        return wrap_local(local.to(dtype), self.full_shape, self.mesh, placements)
+
     @torch.no_grad()
     def add_gradient(self, local: torch.Tensor | None, count: torch.Tensor | None) -> None:
         """Set `resting.grad`, or add to it, on all ranks.
 
         Args:
             local: the averaged gradient, `full_shape`, on the owner; None elsewhere.
-            count: one element, the number of ranks that had a gradient; None if it is known not to be 0.
+            count: in the owner row, one element: the number of ranks that had a gradient; None if it is known
+                not to be 0.
         """
-        if local is None:
-            local = torch.empty(
-                (0, *self.full_shape[1:]), dtype=self.resting.dtype, device=self.layout.device
-            )
-        local = local.to(self.resting.dtype)
-        gradient = self.layout.wrap(local, self.full_shape, self.layout.owner_placements())
+        gradient = self.wrap_owned(local, self.resting.dtype)
         counts = None if count is None else [count]
         if self.resting.grad is None:
             self.resting.grad = gradient
@@ -193,9 +270,9 @@ class DedicatedParam:
         self.resting.grad._dmuon_counts = counts  # type: ignore[attr-defined]
 
     def had_gradient(self) -> bool:
-        """On the owner: whether any rank had a gradient for it.
+        """In the owner row: whether any rank had a gradient for it.
 
-        A host sync only if the owner itself had none in every backward that contributed.
+        A host sync only if this rank itself had none in every backward that contributed.
         """
         if self.resting.grad is None:
             return False

@@ -26,10 +26,13 @@ import torch.nn as nn
 from torch.autograd import Variable
 
 from . import base
-from .comm import Channels, ProcessGroups, Traffic
-from .group import DedicatedGroup, Precision, Reduction, Residency
+from .bucket import HandOver, Precision, Update
+from .channels import Channels, ProcessGroups
+from .comm import Traffic
+from .group import DedicatedGroup, Residency
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
+from .pipeline import Pipeline
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +71,7 @@ class Runtime:
         self._last_group: DedicatedGroup | None = None  # of the forward under way
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
         self._unfinished = False  # a backward has begun and its end has not been reached
-        self._reductions: list[Reduction] = []
+        self._reductions: Pipeline[HandOver] = Pipeline()
         self._next_to_reduce = 0
         self._polls = True
         self._complete: list[DedicatedGroup] = []  # have all their gradients, still hold their weights
@@ -103,7 +106,7 @@ class Runtime:
         for param in self.params:
             holder = param.param_name.rpartition(".")[0]
             members[base.enclosing(holder, boundaries) or ""].append(param)
-        channels = Channels.create(self.layout, self.options.process_groups)
+        channels = Channels(self.layout, self.params, self.options.process_groups)
         self.traffic = channels.traffic
         self._polls = channels.isolated
         for name, params in members.items():
@@ -280,7 +283,10 @@ class Runtime:
         if group.all_arrived:
             self._complete.append(group)
             self._reduce_complete()
-        self._advance()
+        # When a stage is over differs between ranks. Process groups shared with FSDP2 do not bear that, so
+        # there the later stages wait for the end of backward.
+        if self._polls:
+            self._reductions.poll()
 
     def _reduce_complete(self) -> None:
         """Start the reductions whose turn it is. Groups that have not run have no turn."""
@@ -290,32 +296,16 @@ class Runtime:
             if group.ran and not group.all_arrived:
                 return
             if group.ran and not group.launched:
-                self._reductions += group.reduce()
+                group.reduce(self._reductions)
             self._next_to_reduce += 1
-
-    def _advance(self, *, block: bool = False) -> None:
-        """Take reductions to their next stage; in order, so that no rank overtakes another in a channel.
-
-        When a stage is over differs between ranks. Process groups shared with FSDP2 do not bear that, so
-        there the later stages wait for the end of backward.
-        """
-        if not (block or self._polls):
-            return
-        limit = float("inf")
-        for reduction in self._reductions:
-            while not reduction.done and reduction.stage < limit and (block or reduction.is_ready()):
-                reduction.advance()
-            if not reduction.done:
-                limit = reduction.stage
 
     def _finish_backward(self) -> None:
         """The engine has run all of a backward: reduce what is left, hand over the gradients."""
         for group in self.groups[::-1]:
             if group.ran and (not group.launched or group.has_unreduced_gradient):
-                self._reductions += group.reduce()
-        self._advance(block=True)
-        for reduction in self._reductions:
-            reduction.hand_over()
+                group.reduce(self._reductions)
+        for hand_over in self._reductions.finish():
+            hand_over()
         for group in self.groups:
             group.end_backward()
         self._reset()
@@ -335,17 +325,20 @@ class Runtime:
         logger.warning("the last backward did not finish; its gradients of dedicated parameters are dropped")
         # To the end, not just to the stage they are in: which one that is differs between ranks.
         with contextlib.suppress(RuntimeError):
-            self._advance(block=True)
+            self._reductions.finish()
         for group in self.groups:
             group.abort()
         self._reset()
 
     # After the step
 
-    def publish(self, updated: set[DedicatedParam], *, wait: bool) -> None:
-        """Send updated weights to those who keep a copy; on all ranks, with equal sets."""
+    def publish(self, updates: Mapping[DedicatedParam, Update], *, wait: bool) -> None:
+        """Bring updates to the pieces, and weights to those who keep a copy.
+
+        On all ranks, with the same parameters.
+        """
         for group in self.groups:
-            group.publish(updated)
+            group.publish(updates)
         if wait:
             self.wait_published()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, overload
 
 import torch
@@ -12,11 +13,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .. import base, checkpoint
+from ..bucket import Update
 from ..inspect import summary
 from ..parameter import DedicatedParam
 from ..runtime import find_runtime
 from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
-from .update import AdjustLR, apply_update, check_rule, momentum_step
+from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
 
 logger = logging.getLogger(__name__)
 
@@ -230,49 +232,55 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._verify_parameters()
-        updated = self._owners_update()
-        self._runtime.publish(updated, wait=False)
+        self._runtime.publish(self._owners_update(), wait=False)
         self._step_adamw()
         if not self.replicate_async:
             self._runtime.wait_published()
         return loss
 
-    def _owners_update(self) -> set[DedicatedParam]:
-        """Phase 1. Returns what has been updated, which is the same set on all ranks."""
-        updated = set()
+    def _owners_update(self) -> dict[DedicatedParam, Update]:
+        """Phase 1. Returns what remains to be done to whom; the same parameters on all ranks."""
+        updates = {}
         for group in self.param_groups:
             if group["algorithm"] != "muon":
                 continue
             rule = check_rule(group)
             for resting in group["params"]:
                 param = self._record(resting)
-                if resting.grad is None or param is None:
-                    continue
-                momentum = self._momentum(param)
-                if param.is_owner and param.had_gradient():
-                    update = momentum_step(momentum, param.local_gradient, rule)
-                    orthogonal = newton_schulz(
-                        update,
-                        steps=group["ns_steps"],
-                        coefficients=group["ns_coefficients"],
-                        dtype=group["ns_dtype"],
-                        algorithm=group["ns_algorithm"],
-                    )
-                    apply_update(param.local, orthogonal, rule)
-                param.mark_updated()
-                updated.add(param)
-        return updated
+                if resting.grad is not None and param is not None:
+                    updates[param] = self._update(param, rule, group)
+                    param.mark_updated()
+        return updates
+
+    def _update(self, param: DedicatedParam, rule: UpdateRule, group: dict[str, Any]) -> Update:
+        """Orthogonalize on the owner; update the weight at once where it is whole, else when it is published."""
+        momentum = self._momentum(param)
+        if not (param.in_owner_row and param.had_gradient()):
+            return Update(None, None)
+        orthogonal = None
+        if param.is_owner:
+            orthogonal = newton_schulz(
+                momentum_step(momentum, param.local_gradient, rule),
+                steps=group["ns_steps"],
+                coefficients=group["ns_coefficients"],
+                dtype=group["ns_dtype"],
+                algorithm=group["ns_algorithm"],
+            )
+        apply = partial(apply_update, rule=rule, shape=param.full_shape)
+        if param.is_cut:
+            return Update(orthogonal, apply)
+        assert orthogonal is not None
+        apply(param.local, orthogonal)
+        return Update(None, None)
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:
         """This rank's part of the momentum: the whole matrix on the owner, no rows elsewhere."""
         state = self.state[param.resting]
         if "momentum_buffer" not in state:
-            rows = param.full_shape[0] if param.is_owner else 0
-            local = torch.zeros(
-                (rows, *param.full_shape[1:]), dtype=self.momentum_dtype, device=param.layout.device
-            )
-            placements = param.layout.owner_placements()
-            state["momentum_buffer"] = param.layout.wrap(local, param.full_shape, placements)
+            zeros = None
+            if param.is_owner:
+                zeros = torch.zeros(param.full_shape, dtype=self.momentum_dtype, device=param.layout.device)
+            state["momentum_buffer"] = param.wrap_owned(zeros, self.momentum_dtype)
         return state["momentum_buffer"]._local_tensor
 
     def _step_adamw(self) -> None:

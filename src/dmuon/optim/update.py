@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
-from torch import Tensor
+from torch import Size, Tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "none"]
 
@@ -78,12 +78,13 @@ def momentum_step(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule) -
     return gradient.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
 
 
-def apply_update(weight: Tensor, orthogonal: Tensor, rule: UpdateRule) -> None:
+def apply_update(weight: Tensor, orthogonal: Tensor, rule: UpdateRule, shape: Size) -> None:
     """Decay the weight and subtract the scaled orthogonal update, in place.
 
-    weight, orthogonal: [rows, cols]; the arithmetic is done in the weight's dtype.
+    weight, orthogonal: a matrix, or corresponding pieces of it; the arithmetic is done in the weight's dtype.
+    shape: of the whole matrix, [rows, cols], whatever the piece: it decides the scale.
     """
-    scale = shape_scale(weight.shape[-2], weight.shape[-1], rule.adjust_lr_fn)
+    scale = shape_scale(shape[-2], shape[-1], rule.adjust_lr_fn)
     weight.mul_(1 - rule.lr * rule.weight_decay)
     weight.add_(orthogonal.to(weight.dtype), alpha=-rule.lr * scale)
 

@@ -1,0 +1,295 @@
+"""The parameters of one group that one owner keeps, in one dtype: one buffer, one collective a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from .channels import Channels
+from .comm import Pending, packed_offsets
+from .exchange import Cut, Exchange
+from .layout import DataParallelLayout, Owner
+from .parameter import DedicatedParam, Version
+from .pipeline import Operation, Stages
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Dtypes of one group; None keeps the resting dtype (`compute`) or the compute dtype (`reduce`)."""
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclass(frozen=True)
+class Update:
+    """What a step wants done to one weight.
+
+    Attributes:
+        orthogonal: the whole orthogonalized matrix, on the rank that ran Newton-Schulz; None elsewhere.
+        apply: `apply(weight, orthogonal)` updates a weight, or corresponding pieces, in place; None if the
+            weight is to stay as it is.
+    """
+
+    orthogonal: torch.Tensor | None
+    apply: Callable[[torch.Tensor, torch.Tensor], None] | None
+
+
+HandOver = Callable[[], None]
+
+
+class Bucket:
+    """Parameters that travel together, packed in one buffer.
+
+    The buffer's storage is resized to nothing and back, and never replaced: what autograd saved of the
+    gathered parameters are views of it, and they are valid again as soon as it is filled again.
+
+    Under tensor parallelism every rank's buffer holds its own pieces, and the exchange brings those of the
+    owner row together.
+    """
+
+    def __init__(
+        self, params: Sequence[DedicatedParam], channels: Channels, precision: Precision, label: str
+    ) -> None:
+        first = params[0]
+        self.params = tuple(params)
+        self.layout: DataParallelLayout = first.layout
+        self.owner: Owner = first.coordinate
+        self.label = label
+        self.master_dtype = first.resting.dtype
+        self.dtype = precision.compute or self.master_dtype
+        self.reduce_dtype = precision.reduce or self.dtype
+        self._channels = channels
+        self._filled: tuple[Version, ...] | None = None  # what the buffer holds; None: nothing
+        self._gathering: Pending | None = None
+        self._publishing: Operation[None] | None = None
+        with torch.inference_mode(False):  # a first forward in inference mode must not spoil training
+            offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.dtype)
+            self._buffer = torch.empty(total, dtype=self.dtype, device=self.layout.device)
+            for param, view in zip(self.params, self._views(self._buffer, offsets), strict=True):
+                # Through .data: a version counter of its own, which filling the buffer leaves alone.
+                piece = view.data if param.tp is None else param.tp.wrap(view.data)
+                param.gathered = nn.Parameter(piece, requires_grad=param.resting.requires_grad)
+        self._offsets = offsets
+        self._nbytes = self._buffer.untyped_storage().nbytes()
+        self._free()
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor parallelism cuts these parameters: all of them or none, and into the same ranks."""
+        return self.params[0].is_cut
+
+    @property
+    def in_owner_row(self) -> bool:
+        """Whether this rank is the owner, or holds the owner's pieces."""
+        return self.layout.is_owner(self.owner)
+
+    def _views(self, buffer: torch.Tensor, offsets: Sequence[int]) -> Iterator[torch.Tensor]:
+        """One view of a packed buffer per parameter, in the shape of this rank's piece."""
+        for param, offset in zip(self.params, offsets, strict=True):
+            yield buffer[offset : offset + param.piece_shape.numel()].view(param.piece_shape)
+
+    # Gather and release
+
+    @property
+    def _versions(self) -> tuple[Version, ...]:
+        return tuple(param.version for param in self.params)
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Start to bring the owner's weights to every rank, unless the buffer holds them already."""
+        if self._filled == self._versions:
+            return
+        self._settle_gather()
+        self._publish_if_never_done()
+        if self._buffer.untyped_storage().nbytes() == 0:
+            self._buffer.untyped_storage().resize_(self._nbytes)
+        if self.layout.keeps_weight(self.owner):
+            views = list(self._views(self._buffer, self._offsets))
+            torch._foreach_copy_(views, [param.local for param in self.params])
+        self._filled = self._versions
+        self._gathering = self._channels.gather.broadcast(self._buffer, self.owner.shard, self.label)
+
+    def wait_gathered(self) -> None:
+        """Wait for the gather; the gathered parameters may be read afterwards."""
+        self._settle_gather()
+
+    def release(self) -> None:
+        """Free the gathered weights."""
+        self._settle_gather()
+        self._free()
+
+    def _free(self) -> None:
+        self._buffer.untyped_storage().resize_(0)
+        self._filled = None
+
+    def _settle_gather(self) -> None:
+        if self._gathering is not None:
+            gathering, self._gathering = self._gathering, None
+            gathering.wait()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is a view of the gathered weights."""
+        mine = self._buffer.untyped_storage()
+        return mine.nbytes() > 0 and tensor.untyped_storage().data_ptr() == mine.data_ptr()
+
+    # Reduce
+
+    @torch.no_grad()
+    def reduce(self) -> Stages[HandOver]:
+        """Average the gradients to the owner; yields each collective it has to wait for, one per stage.
+
+        Stages: reduce along the row, reduce along the owner's column, exchange within the owner row.
+
+        Behind the packed gradients, the buffer has one element per parameter that counts the ranks which had
+        a gradient: the only way to tell "zero" from "none" afterwards. Returns what remains to be done at the
+        end of backward: to add to the gradients of the resting parameters. Not before, so that a backward
+        that raises leaves them as they were.
+        """
+        params = [param for param in self.params if param.resting.requires_grad]
+        if not params:
+            return lambda: None
+        numels = [param.piece_shape.numel() for param in params]
+        offsets, total = packed_offsets(numels, self.reduce_dtype)
+        buffer = torch.empty(total + len(params), dtype=self.reduce_dtype, device=self.layout.device)
+        views = [
+            buffer[o : o + n].view(p.piece_shape) for p, o, n in zip(params, offsets, numels, strict=True)
+        ]
+        had = self._pack(params, views, buffer[total:])
+        if total > sum(numels):  # padding travels too; it must not be read uninitialised
+            for offset, numel, end in zip(offsets, numels, [*offsets[1:], total], strict=True):
+                buffer[offset + numel : end].zero_()
+
+        # A sum of float16 overflows where a mean would not: there, divide before.
+        before = self.reduce_dtype == torch.float16
+        if before:
+            buffer.div_(self.layout.size)
+        yield self._channels.reduce.reduce(buffer, self.owner.shard, self.label)
+        if self.layout.keeps_weight(self.owner):
+            yield self._channels.reduce_replicas.reduce(buffer, self.owner.replicate, self.label)
+        if self.in_owner_row and not before:
+            buffer[:total].div_(self.layout.size)
+        whole = dict(zip(params, views, strict=True)) if self.in_owner_row else {}
+        if self.in_owner_row and self.is_cut:
+            exchange = self._exchange(params)
+            send = exchange.pack_pieces(views)
+            receive = send.new_empty(sum(exchange.owned_splits))
+            splits = exchange.owned_splits, exchange.piece_splits
+            yield self._channels.exchange[_cut_into(params[0])].all_to_all(receive, send, *splits, self.label)
+            owned = [param for param in params if param.is_owner]
+            whole = dict(zip(owned, exchange.unpack_owned(receive), strict=True))
+
+        def hand_over() -> None:
+            for param, mine, count in zip(params, had, buffer[total:], strict=True):
+                param.add_gradient(whole.get(param), None if mine or not self.in_owner_row else count)
+
+        return hand_over
+
+    def _pack(
+        self, params: Sequence[DedicatedParam], views: Sequence[torch.Tensor], counts: torch.Tensor
+    ) -> list[bool]:
+        """Move the gathered parameters' gradients to the buffer; zeros where this rank has none."""
+        gradients = [_take_gradient(param) for param in params]
+        had = [gradient is not None for gradient in gradients]
+        pairs = [(view, grad) for view, grad in zip(views, gradients, strict=True) if grad is not None]
+        if pairs:
+            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
+        counts.fill_(1)  # filled, not copied from a Python list: no transfer from the host
+        for view, count, mine in zip(views, counts, had, strict=True):
+            if not mine:
+                view.zero_()
+                count.zero_()
+        return had
+
+    def _exchange(self, params: Sequence[DedicatedParam]) -> Exchange:
+        return Exchange([Cut(param.tp, param.tp_owner) for param in params if param.tp is not None])
+
+    # Publish
+
+    @torch.no_grad()
+    def publish(self, updates: Mapping[DedicatedParam, Update]) -> None:
+        """Start to send updates from the TP owners to the pieces, and weights from the owner to its replicas."""
+        self.wait_published()
+        for param in updates:
+            param.published = param.version
+        self._publishing = self._channels.publishing.start(self._publish(updates))
+        if not self._publishing.done:
+            for param in updates:
+                param.before_read = self.wait_published
+
+    def _publish(self, updates: Mapping[DedicatedParam, Update]) -> Stages[None]:
+        """Stages: exchange within the owner row, broadcast along the owner's column."""
+        params = [param for param in self.params if param in updates]
+        if self.is_cut:
+            if self.in_owner_row:
+                exchange = self._exchange(params)
+                wholes = [_or_zeros(updates[param].orthogonal, param) for param in params if param.is_owner]
+                like = torch.empty(0, dtype=self.master_dtype, device=self.layout.device)
+                send = exchange.pack_owned(wholes, like)
+                receive = send.new_empty(sum(exchange.piece_splits))
+                splits = exchange.piece_splits, exchange.owned_splits
+                channel = self._channels.publish_exchange[_cut_into(params[0])]
+                yield channel.all_to_all(receive, send, *splits, self.label)
+                for param, piece in zip(params, exchange.unpack_pieces(receive), strict=True):
+                    apply = updates[param].apply
+                    if apply is not None:
+                        apply(param.resting_local, piece)
+            else:
+                yield Pending.nothing()  # the others have a stage here
+        if self.layout.replicate_size == 1 or not self.layout.keeps_weight(self.owner):
+            return
+        offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.master_dtype)
+        buffer = torch.zeros(total, dtype=self.master_dtype, device=self.layout.device)
+        pieces = [buffer[o : o + p.piece_shape.numel()] for p, o in zip(params, offsets, strict=True)]
+        locals_ = [param.resting_local.view(-1) for param in params]
+        if self.in_owner_row:
+            torch._foreach_copy_(pieces, locals_)
+        yield self._channels.publish.broadcast(buffer, self.owner.replicate, self.label)
+        if not self.in_owner_row:
+            torch._foreach_copy_(locals_, pieces)
+
+    @torch.no_grad()
+    def wait_published(self) -> None:
+        """Wait for a publish in flight, and for those before it."""
+        if self._publishing is None:
+            return
+        self._publishing = None
+        self._channels.publishing.finish()
+        for param in self.params:
+            param.before_read = None
+
+    def _publish_if_never_done(self) -> None:
+        """Make the replicas equal to the owner where something else than a step has changed the weights."""
+        if self.layout.replicate_size == 1:
+            return
+        stale = {p: Update(None, None) for p in self.params if p.published != p.version}
+        if stale:
+            self.publish(stale)
+            self.wait_published()
+
+
+def _cut_into(param: DedicatedParam) -> tuple[int, ...]:
+    assert param.tp is not None
+    return param.tp.ranks
+
+
+def _take_gradient(param: DedicatedParam) -> torch.Tensor | None:
+    """The gradient of the gathered parameter, as this rank's piece; the parameter loses it."""
+    assert param.gathered is not None
+    gradient, param.gathered.grad = param.gathered.grad, None
+    if isinstance(gradient, DTensor):
+        assert param.tp is not None
+        if gradient.placements != param.tp.placements:  # Partial, under sequence parallelism
+            gradient = gradient.redistribute(placements=param.tp.placements)
+        return gradient._local_tensor
+    return gradient
+
+
+def _or_zeros(whole: torch.Tensor | None, param: DedicatedParam) -> torch.Tensor:
+    if whole is not None:
+        return whole.to(param.resting.dtype)
+    return torch.zeros(param.full_shape, dtype=param.resting.dtype, device=param.layout.device)

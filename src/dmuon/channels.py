@@ -1,0 +1,78 @@
+"""The channels of one model: which process groups there are, and for what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Literal
+
+import torch.distributed as dist
+
+from .comm import Channel, Traffic
+from .layout import DataParallelLayout
+from .parameter import DedicatedParam
+from .pipeline import Pipeline
+
+ProcessGroups = Literal["isolated", "shared"]
+
+
+class Channels:
+    """The channels of one model; making them is collective over all its ranks.
+
+    "isolated" makes process groups of our own, which lets our collectives and FSDP2's be issued without
+    regard to each other; "shared" uses the meshes' own groups, which saves connections on very large jobs.
+    Isolated groups take over the timeout of the default process group.
+
+    Attributes:
+        gather: weights, from the owner to its row.
+        reduce: gradients, from the row to the owner's column.
+        reduce_replicas: gradients, from the owner's column to the owner.
+        exchange: gradients, from the owner row's pieces to the TP owners; by the ranks of the TP group.
+        publish_exchange: updates, from the TP owners to the owner row's pieces.
+        publish: updated weights, from the owner to its column.
+        publishing: the publishes in flight.
+        traffic: what this rank has moved.
+    """
+
+    def __init__(
+        self, layout: DataParallelLayout, params: Iterable[DedicatedParam], process_groups: ProcessGroups
+    ) -> None:
+        self.traffic = Traffic()
+        self.publishing: Pipeline[None] = Pipeline()
+        self.isolated = process_groups == "isolated"
+        self._timeout = _timeout(layout)
+        row, column = layout.row, layout.column
+        row_group = layout.mesh.get_group(layout.mesh.ndim - 1)
+        column_group = layout.mesh.get_group(0) if layout.mesh.ndim == 2 else None
+        self.gather = self._channel("gather", row, row_group)
+        self.reduce = self._channel("reduce", row, row_group)
+        self.reduce_replicas = self._channel("reduce_replicas", column, column_group)
+        self.publish = self._channel("publish", column, column_group)
+        self.exchange: dict[tuple[int, ...], Channel] = {}
+        self.publish_exchange: dict[tuple[int, ...], Channel] = {}
+        for param in params:  # in module order, so that all ranks make their groups in the same order
+            if param.tp is not None and param.is_cut and param.tp.ranks not in self.exchange:
+                ranks = param.tp.ranks
+                self.exchange[ranks] = self._channel("exchange", ranks, param.tp_group)
+                self.publish_exchange[ranks] = self._channel("publish_exchange", ranks, param.tp_group)
+
+    def _channel(self, phase: str, ranks: tuple[int, ...], shared: dist.ProcessGroup | None) -> Channel:
+        group = None
+        if len(ranks) > 1:
+            # Pieces cut by several mesh dims have no group to share: it is made in either case.
+            group = self._new_group(phase, ranks) if self.isolated or shared is None else shared
+        return Channel(phase, ranks, group, self.traffic)
+
+    def _new_group(self, phase: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:
+        # Local synchronization: the groups of other rows and columns are none of our business, and all ranks
+        # create theirs in the same order of phases, so that no two wait for each other.
+        return dist.new_group(
+            list(ranks), timeout=self._timeout, use_local_synchronization=True, group_desc=f"dmuon_{phase}"
+        )
+
+
+def _timeout(layout: DataParallelLayout) -> timedelta | None:
+    """The timeout the user gave to `init_process_group`; None (the backend's default) if it is not known."""
+    world = dist.group.WORLD
+    backend = world._get_backend(layout.device) if world is not None else None
+    return getattr(getattr(backend, "options", None), "_timeout", None)

@@ -1,0 +1,112 @@
+"""How tensor parallelism has cut a parameter: which ranks hold which piece of the matrix."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard
+
+from .layout import wrap_local
+
+Slices = tuple[slice, ...]  # one per dim of the full tensor
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """The tensor-parallel side of a parameter that is a DTensor on a mesh of its own.
+
+    Any number of mesh dims may cut it, along any tensor dim, into pieces of different sizes, some of them
+    empty. Mesh dims that replicate it are not part of its TP group: their ranks do the same work twice.
+    """
+
+    mesh: DeviceMesh  # the parameter's own, without data-parallel dims
+    placements: tuple[Placement, ...]  # on `mesh`
+    shape: torch.Size  # of the full tensor
+    ranks: tuple[int, ...]  # global ranks of this rank's TP group, by position
+    position: int  # of this rank in `ranks`
+    pieces: tuple[Slices, ...]  # of the full tensor, by position
+
+    @property
+    def size(self) -> int:
+        """Number of pieces; 1 if nothing cuts the parameter."""
+        return len(self.ranks)
+
+    @property
+    def shard_dim(self) -> int | None:
+        """The tensor dim that is cut; the first mesh dim's, if several cut different ones; None if uncut."""
+        dims = [self.placements[dim].dim for dim in self.cutting]  # type: ignore[attr-defined]
+        return dims[0] if dims else None
+
+    @property
+    def piece_shape(self) -> torch.Size:
+        """Shape of this rank's piece."""
+        return self.shape_of(self.position)
+
+    def shape_of(self, position: int) -> torch.Size:
+        """Shape of the piece at a position."""
+        return torch.Size(s.stop - s.start for s in self.pieces[position])
+
+    def wrap(self, piece: torch.Tensor) -> DTensor:
+        """The DTensor that the module computes with, whose local tensor is `piece` itself."""
+        return wrap_local(piece, self.shape, self.mesh, self.placements)
+
+    @property
+    def owner_placements(self) -> tuple[Placement, ...]:
+        """Placements, on `mesh`, of what lives whole on the TP owner."""
+        sizes = self.mesh.shape
+        return tuple(Shard(0) if _cuts(p, n) else p for p, n in zip(self.placements, sizes, strict=True))
+
+    @property
+    def cutting(self) -> tuple[int, ...]:
+        """The mesh dims that cut the parameter."""
+        sizes = self.mesh.shape
+        return tuple(d for d, (p, n) in enumerate(zip(self.placements, sizes, strict=True)) if _cuts(p, n))
+
+    def broadcast_from(self, tensor: torch.Tensor, position: int) -> None:
+        """Bring a tensor from one position to all of the TP group, in place, one mesh dim after the other.
+
+        Synchronous, on the mesh's own process groups.
+        """
+        sizes = [self.mesh.shape[dim] for dim in self.cutting]
+        source = list(itertools.product(*map(range, sizes)))[position]
+        for dim, coordinate in zip(self.cutting, source, strict=True):
+            group = self.mesh.get_group(dim)
+            dist.broadcast(tensor, dist.get_process_group_ranks(group)[coordinate], group=group)
+
+    @classmethod
+    def of(cls, tensor: DTensor) -> TensorParallel:
+        """Read the cut off a DTensor, as `parallelize_module` makes them."""
+        mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+        cutting = [dim for dim, p in enumerate(placements) if _cuts(p, mesh.shape[dim])]
+        coordinate = mesh.get_coordinate()
+        assert coordinate is not None
+        index: list = list(coordinate)
+        for dim in cutting:
+            index[dim] = slice(None)
+        grid = mesh.mesh[tuple(index)]  # the ranks that differ from this one in cutting dims only
+        sizes = [mesh.shape[dim] for dim in cutting]
+        pieces = tuple(
+            _slices(shape, [(placements[d].dim, n, i) for d, n, i in zip(cutting, sizes, where, strict=True)])  # type: ignore[attr-defined]
+            for where in itertools.product(*map(range, sizes))  # row-major
+        )
+        ranks = tuple(grid.flatten().tolist())
+        return cls(mesh, tuple(placements), shape, ranks, ranks.index(dist.get_rank()), pieces)
+
+
+def _cuts(placement: Placement, size: int) -> bool:
+    return isinstance(placement, Shard) and size > 1
+
+
+def _slices(shape: torch.Size, cuts: list[tuple[int, int, int]]) -> Slices:
+    """The piece of a tensor of `shape` after cutting, in this order, dim d into n chunks and taking the i-th."""
+    bounds = [(0, size) for size in shape]
+    for dim, chunks, index in cuts:
+        start, stop = bounds[dim]
+        step = -(-(stop - start) // chunks)
+        first = min(start + index * step, stop)
+        bounds[dim] = (first, min(first + step, stop))
+    return tuple(slice(start, stop) for start, stop in bounds)
