@@ -65,8 +65,8 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: for settings out of range, by name; for a model without dedicated parameters; for
-            parameters that are not the model's; for base parameters that nothing keeps equal across ranks; for
-            a `fully_shard` over other ranks than the dedicated parameters'.
+            parameters that are not the model's; for base parameters that nothing keeps equal across ranks;
+            for a `fully_shard` over other ranks than the dedicated parameters'.
         RuntimeError: if a dedicated parameter has been replaced by another one.
     """
 
