@@ -22,7 +22,7 @@ from .channels import ProcessGroups
 from .checkpoint import install_model_hooks
 from .layout import DataParallelLayout, root_mesh
 from .optim.newton_schulz import operation_count
-from .parameter import DedicatedParam
+from .parameter import DedicatedParam, is_resting
 from .runtime import Options, Runtime, find_runtime, has_runtime
 from .selection import Candidate, Predicate, candidates, hidden_matrices, tied_parameters
 from .tensor_parallel import TensorParallel
@@ -78,12 +78,16 @@ def dedicate_params(
             `fully_shard`, tied, not a floating-point matrix, a DTensor), if the mesh does not fit, or at a
             second call.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    if predicate is not None and not callable(predicate):
+        raise TypeError(f"predicate must be a function (name, parameter) -> bool, got {predicate!r}")
     layout = DataParallelLayout.from_meshes(mesh, replicate_mesh)
     options = _options(reshard_after_forward, mp_policy, hook_boundary, process_groups)
-    if has_runtime(model):
+    if has_runtime(model) or any(is_resting(param) for param in model.parameters()):
         raise ValueError(
-            "dedicate_params was already called on this model, or on a part of it. Call it once, on the "
-            "whole model; one predicate can choose from all of it."
+            "dedicate_params was already called on this model, on a part of it or around it. Call it once, "
+            "on the whole model; one predicate can choose from all of it."
         )
     chosen = _choose(model, predicate)
     _check(chosen, model)

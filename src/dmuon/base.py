@@ -9,6 +9,7 @@ the same if the user passes `dmuon.dedicated_parameters(model)`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
@@ -52,6 +53,13 @@ def managed_parameters(model: nn.Module) -> set[int]:
 def mixed_precision(module: nn.Module) -> MixedPrecisionPolicy:
     """The policy that a module wrapped by `fully_shard` was given."""
     return fully_shard.state(module)._mp_policy  # type: ignore[attr-defined]
+
+
+def data_parallel_ranks(module: nn.Module) -> list[int] | None:
+    """The global ranks a module wrapped by `fully_shard` is sharded over; None if it has no parameter."""
+    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        return group.mesh_info.mesh.mesh.flatten().tolist()
+    return None
 
 
 def reshard(model: nn.Module) -> None:

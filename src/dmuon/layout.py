@@ -123,7 +123,8 @@ class DataParallelLayout:
             ValueError: for another number of dims, unnamed dims under HSDP, or meshes of different roots.
         """
         for name, value in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
-            if value is not None and not isinstance(value, DeviceMesh):
+            absent = name == "replicate_mesh" and value is None
+            if not absent and not isinstance(value, DeviceMesh):
                 raise TypeError(f"{name} must be a DeviceMesh, got {type(value).__name__}")
         if replicate_mesh is not None:
             mesh = _hsdp_mesh(mesh, replicate_mesh)

@@ -67,7 +67,9 @@ class Muon(Optimizer):
 
     Raises:
         ValueError: for settings out of range, by name; for a model without dedicated parameters; for
-            parameters that are not the model's; for base parameters that nothing keeps equal across ranks.
+            parameters that are not the model's; for base parameters that nothing keeps equal across ranks;
+            for a `fully_shard` over other ranks than the dedicated parameters'.
+        RuntimeError: if a dedicated parameter has been replaced by another one.
     """
 
     def __init__(
@@ -94,7 +96,7 @@ class Muon(Optimizer):
         adamw_fused: bool | None = None,
     ) -> None:
         self._runtime = find_runtime(model)
-        self._runtime.seal()
+        self._runtime.check()
         base.reshard(model)
         self._model = model
         self._names = {id(p): name for name, p in model.named_parameters()}
@@ -127,6 +129,8 @@ class Muon(Optimizer):
         _check_adamw(self._adamw_defaults)
         self._check_base_parameters()
         super().__init__(self._complete_groups(param_groups or ()), {})
+        # Last: all that can be refused has been, on every rank, and the model can still be mended.
+        self._runtime.seal()
         checkpoint.install_optimizer_hooks(self)
         logger.info("%s", summary(model))
 

@@ -256,7 +256,7 @@ def _normalise(batch: Tensor, eps: float) -> Tensor:
 def _direct_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     """Iterate on X itself. ``x`` (batch, rows, cols) is used as a buffer; the result may be another one."""
     other = torch.empty_like(x)
-    gram, polynomial, _ = _small_buffers(x)
+    gram, polynomial = _small_buffers(x, 2)
     for triple in triples:
         _direct_step(x, triple, gram, polynomial, out=other)
         x, other = other, x
@@ -266,7 +266,7 @@ def _direct_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
 def _gram_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
     """Iterate on the Gram matrix, two steps per Gram matrix made from X; buffers as in the direct form."""
     other = torch.empty_like(x)
-    gram, first, second = _small_buffers(x)
+    gram, first, second = _small_buffers(x, 3)
     for k in range(0, len(triples), 2):
         if k + 1 < len(triples):
             _gram_of(x, out=gram)
@@ -300,10 +300,9 @@ def _direct_step(x: Tensor, triple: Triple, gram: Tensor, polynomial: Tensor, *,
     _apply(polynomial, x, scale=triple[0], out=out)
 
 
-def _small_buffers(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _small_buffers(x: Tensor, count: int) -> list[Tensor]:
     side = min(x.shape[-2:])
-    one, two, three = (x.new_empty(x.shape[0], side, side) for _ in range(3))
-    return one, two, three
+    return [x.new_empty(x.shape[0], side, side) for _ in range(count)]
 
 
 # Tall matrices are multiplied from the right, not transposed: row-major outputs keep CPU bfloat16 fast, where
