@@ -11,7 +11,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
 from models import (
@@ -170,13 +169,6 @@ def complex_matrix(mesh: DeviceMesh) -> Attempt:
     return lambda: dedicate(model, mesh, predicate=everything)
 
 
-def already_a_dtensor(mesh: DeviceMesh) -> Attempt:
-    model = small_model()
-    weight = model.layers[0].q_proj.weight
-    model.layers[0].q_proj.weight = nn.Parameter(distribute_tensor(weight.detach(), mesh, [Shard(0)]))
-    return lambda: dedicate(model, mesh, predicate=is_proj)
-
-
 @pytest.mark.parametrize(
     ("prepare", "words"),
     [
@@ -188,7 +180,6 @@ def already_a_dtensor(mesh: DeviceMesh) -> Attempt:
         (vector, ["layers.0.norm1.weight", "(6,)", "matrices"]),
         (convolution, ["0.weight", "(8, 2, 3, 3)", "matrices"]),
         (complex_matrix, ["weight", "complex64", "floating-point"]),
-        (already_a_dtensor, [Q_PROJ, "DTensor", "predicate"]),
     ],
 )
 def test_a_parameter_that_cannot_be_dedicated(ranks, prepare, words):

@@ -8,6 +8,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.utils.checkpoint import checkpoint
+
+import dmuon
+from dmuon import base
+from dmuon.runtime import find_runtime
 from models import (
     Transformer,
     assert_weights_close,
@@ -21,12 +27,6 @@ from models import (
     shard,
     with_oracle,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
-
-import dmuon
-from dmuon import base
-from dmuon.runtime import find_runtime
 from reference import ReferenceMuon
 
 LAYOUTS = [
@@ -76,7 +76,7 @@ def drop_first_gradient(shape: tuple[int, ...], reshard: bool, how: str) -> None
         for record in dmuon.get_dedicated_params(model):
             expected = dict(oracle.named_parameters())[record.param_name].grad
             if record.is_owner:
-                torch.testing.assert_close(record.local_gradient, expected, atol=1e-6, rtol=0)
+                torch.testing.assert_close(record.local_gradient(), expected, atol=1e-6, rtol=0)
         step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
@@ -690,7 +690,7 @@ def clip(shape: tuple[int, ...], max_norm: float) -> None:
         for record in dmuon.get_dedicated_params(model):  # Newton-Schulz would hide a wrong scale
             if record.is_owner:
                 wanted = oracle.get_parameter(record.param_name).grad
-                torch.testing.assert_close(record.local_gradient, wanted, atol=1e-6, rtol=1e-5)
+                torch.testing.assert_close(record.local_gradient(), wanted, atol=1e-6, rtol=1e-5)
         step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 

@@ -1,19 +1,33 @@
 """Tensor parallelism: the same update on whole matrices, whatever pieces the ranks hold."""
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
-from models import assert_weights_close, full_weights, mean_backward
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from dmuon.exchange import Cut, Exchange
 from dmuon.runtime import find_runtime
+from dmuon.tensor_parallel import TensorParallel, _slices
+from models import assert_weights_close, full_weights, mean_backward
 from reference import ReferenceMuon
 
 MESHES = [
@@ -238,3 +252,319 @@ def test_one_exchange_per_owner_row_and_group(ranks):
     for seen in ranks(4, count, {"dp": 2, "tp": 2}):
         assert seen["rows"] > 0
         assert seen["exchange"] == seen["publish_exchange"] == seen["rows"]
+
+
+def cut_over_data_parallel_ranks(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    mesh = make_mesh(sizes)["dp"]
+    for layer in model.layers:
+        for linear in (layer.up_proj, layer.down_proj):
+            weight = distribute_tensor(linear.weight.detach(), mesh, [Shard(1)])
+            linear.weight = nn.Parameter(weight)
+    dmuon.dedicate_params(model, mesh, predicate=is_proj)
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = dmuon.Muon(model)
+    mine, replicas = data_rank(sizes)
+    for step in range(2):
+        loss_of(model, step + mine).backward()
+        mean_backward(oracle, loss_of, [step + r for r in range(replicas)])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}], ids=str)
+def test_a_dtensor_over_data_parallel_dims_is_the_whole_tensor(ranks, sizes):
+    ranks(4, cut_over_data_parallel_ranks, sizes)
+
+
+def refusals() -> list[str]:
+    """Each is raised on every rank, before any collective: no rank hangs here although they do nothing else."""
+    messages = []
+
+    def refused(model: nn.Module, mesh: DeviceMesh) -> None:
+        with pytest.raises(ValueError, match=r"layers\.0\.") as caught:
+            dmuon.dedicate_params(model, mesh, predicate=is_proj)
+        messages.append(str(caught.value))
+
+    mesh = make_mesh({"dp": 2, "tp": 2})
+    model = Model()
+    parallelize(model, mesh)
+    refused(model, mesh["dp", "tp"])  # the data-parallel mesh contains the tensor-parallel dim
+    refused(model, init_device_mesh("cpu", (4,), mesh_dim_names=("other",)))  # another root
+    unnamed = init_device_mesh("cpu", (2, 2))
+    model = Model()
+    for layer in model.layers:
+        weight = distribute_tensor(layer.up_proj.weight.detach(), unnamed, [Replicate(), Shard(0)])
+        layer.up_proj.weight = nn.Parameter(weight)
+    refused(model, mesh["dp"])
+    model = Model()
+    weight = DTensor.from_local(torch.ones(6, 6), mesh["tp"], [Partial()], run_check=False)
+    model.layers[0].mix_proj.weight = nn.Parameter(weight)
+    refused(model, mesh["dp"])
+    model = Model()
+    parallelize(model, mesh)
+    shard(model, mesh)
+    refused(model, mesh["dp"])
+    return messages
+
+
+def test_what_does_not_fit_is_refused_by_name(ranks):
+    results = ranks(4, refusals)
+    assert all(messages == results[0] for messages in results)
+    overlapping, other_root, unnamed, partial, sharded = results[0]
+    assert "'tp'" in overlapping
+    assert 'mesh["dp"]' in overlapping
+    assert "another root" in other_root
+    assert "mesh_dim_names" in unnamed
+    assert "Partial" in partial
+    assert "dedicate_params, then fully_shard" in sharded
+
+
+# More than one tensor-parallel dim, any dims, empty pieces
+
+CUTS = {
+    "rows twice": [Shard(0), Shard(0)],
+    "rows and columns": [Shard(0), Shard(1)],
+    "columns and rows": [Shard(1), Shard(0)],
+    "one of two": [Replicate(), Shard(1)],
+    "replicated": [Replicate(), Replicate()],
+}
+
+
+class Bag(nn.Module):
+    """Matrices that are used whole, so that any cut of them will do."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Whole(shape) for shape in shapes)
+
+    def forward(self, targets: list[torch.Tensor]) -> torch.Tensor:
+        return sum(
+            (layer(target) for layer, target in zip(self.layers, targets, strict=True)), torch.zeros(())
+        )
+
+
+class Whole(nn.Module):
+    def __init__(self, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Identity())
+        self.w_proj = nn.Parameter(torch.randn(shape))
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        weight = self.w_proj.full_tensor() if isinstance(self.w_proj, DTensor) else self.w_proj
+        return (weight * target).sum()
+
+
+def any_cut(sizes: dict[str, int], shapes: list[tuple[int, int]], cuts: list[str], seed: int) -> None:
+    torch.manual_seed(seed)
+    model = Bag(shapes)
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj, weight_decay=0.1)
+    mesh = make_mesh(sizes)
+    for layer, cut in zip(model.layers, cuts, strict=True):
+        weight = distribute_tensor(layer.w_proj.detach(), mesh["tp1", "tp2"], CUTS[cut])
+        layer.w_proj = nn.Parameter(weight)
+    dmuon.dedicate_params(model, mesh["dp"], predicate=is_proj)
+    optimizer = dmuon.Muon(model, weight_decay=0.1)
+    dp, mine = sizes["dp"], mesh.get_coordinate()[0]
+
+    def loss(m: nn.Module, rank: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(100 * step + rank)
+        return m([torch.randn(shape, generator=generator) for shape in shapes])
+
+    for step in range(3):
+        loss(model, mine).backward()
+        mean_backward(oracle, loss, list(range(dp)))
+        for record in dmuon.get_dedicated_params(model):
+            if record.is_owner:
+                expected = oracle.get_parameter(record.param_name).grad
+                torch.testing.assert_close(record.local_gradient(), expected, atol=1e-6, rtol=1e-5)
+            else:
+                assert record.local_gradient().numel() == 0
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    sizes=st.sampled_from(
+        [{"dp": 2, "tp1": 2, "tp2": 1}, {"dp": 1, "tp1": 2, "tp2": 2}, {"dp": 2, "tp1": 1, "tp2": 2}]
+    ),
+    matrices=st.lists(
+        st.tuples(st.tuples(st.integers(1, 6), st.integers(1, 6)), st.sampled_from(sorted(CUTS))),
+        min_size=1,
+        max_size=4,
+    ),
+    seed=st.integers(0, 100),
+)
+def test_any_cut_of_any_shape(ranks, sizes, matrices, seed):
+    shapes, cuts = (list(column) for column in zip(*matrices, strict=True))
+    ranks(4, any_cut, sizes, shapes, cuts, seed)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 4), min_size=1, max_size=2),
+    matrices=st.lists(
+        st.tuples(
+            st.integers(0, 7), st.integers(0, 7), st.integers(0, 1), st.integers(0, 1), st.integers(0, 15)
+        ),
+        min_size=1,
+        max_size=5,
+    ),
+)
+def test_the_exchange_is_its_own_inverse(sizes, matrices):
+    """Carried out by hand between all positions, on matrices whose elements say where they belong."""
+    positions = list(itertools.product(*map(range, sizes)))
+    world = len(positions)
+    fulls, cuts_of = [], []
+    for number, (rows, cols, first, second, owner) in enumerate(matrices):
+        full = torch.arange(rows * cols).view(rows, cols) + 1000 * number
+        dims = (first, second)[: len(sizes)]
+        pieces = tuple(
+            _slices(full.shape, [(d, n, i) for d, n, i in zip(dims, sizes, where, strict=True)])
+            for where in positions
+        )
+        fulls.append(full)
+        cuts_of.append((pieces, owner % world))
+
+    def exchange_at(position: int) -> Exchange:
+        return Exchange(
+            [
+                Cut(FakeCut(full.shape, tuple(range(world)), position, pieces), owner)
+                for full, (pieces, owner) in zip(fulls, cuts_of, strict=True)
+            ]
+        )
+
+    plans = [exchange_at(position) for position in range(world)]
+    pieces_at = [
+        [f[p[position]] for f, (p, _) in zip(fulls, cuts_of, strict=True)] for position in range(world)
+    ]
+    sends = [
+        plan.pack_pieces(pieces).split(plan.piece_splits)
+        for plan, pieces in zip(plans, pieces_at, strict=True)
+    ]
+    wholes = []
+    for position, plan in enumerate(plans):
+        parts = [sends[source][position] for source in range(world)]
+        assert [len(part) for part in parts] == plan.owned_splits
+        wholes.append(plan.unpack_owned(torch.cat(parts)))
+        expected = [f for f, (_, owner) in zip(fulls, cuts_of, strict=True) if owner == position]
+        assert all(torch.equal(a, b) for a, b in zip(wholes[-1], expected, strict=True))
+    like = torch.empty(0, dtype=torch.int64)
+    back = [plan.pack_owned(w, like).split(plan.owned_splits) for plan, w in zip(plans, wholes, strict=True)]
+    for position, plan in enumerate(plans):
+        received = plan.unpack_pieces(torch.cat([back[source][position] for source in range(world)]))
+        assert all(torch.equal(a, b) for a, b in zip(received, pieces_at[position], strict=True))
+
+
+class FakeCut(TensorParallel):
+    """Pieces without a mesh."""
+
+    def __init__(self, shape: torch.Size, ranks: tuple[int, ...], position: int, pieces: Any) -> None:
+        for name, value in {"shape": shape, "ranks": ranks, "position": position, "pieces": pieces}.items():
+            object.__setattr__(self, name, value)
+
+
+def pieces_are_torchs(shape: tuple[int, int], cut: str) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("tp1", "tp2"))
+    full = torch.arange(shape[0] * shape[1]).view(shape)
+    tensor = distribute_tensor(full, mesh, CUTS[cut])
+    tp = TensorParallel.of(tensor)
+    assert torch.equal(full[tp.pieces[tp.position]], tensor.to_local())
+    assert tp.ranks[tp.position] == dist.get_rank()
+    assert tp.piece_shape == tensor.to_local().shape
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("shape", [(5, 3), (1, 8), (2, 1), (4, 4)], ids=str)
+def test_pieces_are_those_of_torch(ranks, shape, cut):
+    ranks(4, pieces_are_torchs, shape, cut)
+
+
+# Checkpoints
+
+
+def compare_with_fsdp2(sizes: dict[str, int], hidden: int) -> None:
+    torch.manual_seed(1)
+    plain = Model(hidden=hidden)
+    model, other = copy.deepcopy(plain), Model(hidden=hidden)
+    mesh = make_mesh(sizes)
+    build(model, sizes)
+    build(other, sizes)
+    parallelize(plain, mesh)
+    shard(plain, mesh)
+    ours, theirs = model.state_dict(), plain.state_dict()
+    assert list(ours) == list(theirs)
+    for name, expected in theirs.items():
+        value = ours[name]
+        assert value.shape == expected.shape
+        assert value.placements == expected.placements, (name, value.placements, expected.placements)
+        assert value.device_mesh == expected.device_mesh
+        assert torch.equal(value.to_local(), expected.to_local()), name
+    if hidden % 4:
+        return  # torch itself cannot distribute a full tensor over uneven strided shards
+    full = get_model_state_dict(plain, options=StateDictOptions(full_state_dict=True))
+    set_model_state_dict(other, dict(full), options=StateDictOptions(full_state_dict=True))
+    for name, weight in full_weights(other).items():
+        assert torch.equal(weight, full[name]), name
+
+
+@pytest.mark.parametrize("hidden", [13, 16])
+@pytest.mark.parametrize("sizes", MESHES)
+def test_the_models_state_dict_is_fsdp2s(ranks, sizes, hidden):
+    ranks(4, compare_with_fsdp2, sizes, hidden)
+
+
+def save_and_resume(sizes: dict[str, int], others: dict[str, int], path: str) -> None:
+    torch.manual_seed(1)
+    model = Model(hidden=16)
+    optimizer = build(model, sizes)
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
+    dcp.save(state, checkpoint_id=path)
+    torch.manual_seed(2)
+    resumed = Model(hidden=16)
+    resumed_optimizer = build(resumed, others)
+    state = dict(zip(("model", "optimizer"), get_state_dict(resumed, resumed_optimizer), strict=True))
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(
+        resumed, resumed_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
+    )
+    for step in range(2, 4):
+        for m, o in ((model, optimizer), (resumed, resumed_optimizer)):
+            loss_of(m, step).backward()
+            o.step()
+            o.zero_grad()
+    expected = full_weights(model)
+    for name, weight in full_weights(resumed).items():
+        if sizes == others:
+            assert torch.equal(weight, expected[name]), name
+        torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "others"),
+    [
+        ({"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}),
+        ({"replicate": 2, "shard": 1, "tp": 2}, {"replicate": 2, "shard": 1, "tp": 2}),
+        ({"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}),
+        ({"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}),
+        ({"dp": 1, "tp": 4}, {"replicate": 2, "shard": 2, "tp": 1}),
+    ],
+    ids=str,
+)
+def test_resuming_on_the_same_and_on_another_mesh(ranks, sizes, others, tmp_path):
+    ranks(4, save_and_resume, sizes, others, str(tmp_path))

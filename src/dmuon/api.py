@@ -192,18 +192,21 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
     if not isinstance(param, DTensor):
         return None
     mesh = param.device_mesh
+    if mesh == layout.mesh:
+        return None  # cut over the data-parallel dims alone: it stands for the whole tensor
     if mesh.mesh_dim_names is None or layout.mesh.mesh_dim_names is None:
+        which = "its" if mesh.mesh_dim_names is None else "the data-parallel"
         raise ValueError(
-            f"{name} is a DTensor, and {'its' if mesh.mesh_dim_names is None else 'the data-parallel'} mesh has "
-            "no mesh_dim_names, so that tensor-parallel dims cannot be told from data-parallel ones. Name the "
-            'dims of the root mesh: init_device_mesh(..., mesh_dim_names=("dp", "tp")).'
+            f"{name} is a DTensor, and {which} mesh has no mesh_dim_names, so that tensor-parallel dims "
+            "cannot be told from data-parallel ones. Name the dims of the root mesh: init_device_mesh(..., "
+            'mesh_dim_names=("dp", "tp")).'
         )
     shared = set(mesh.mesh_dim_names) & set(layout.mesh.mesh_dim_names)
     if shared:
         raise ValueError(
-            f"{name} is a DTensor over the mesh dims {mesh.mesh_dim_names}, of which {sorted(shared)} are in the "
-            f"data-parallel mesh {layout.mesh.mesh_dim_names} too. Pass the data-parallel slice of the mesh to "
-            'dedicate_params, such as mesh["dp"], and apply tensor parallelism on the other dims.'
+            f"{name} is a DTensor over the mesh dims {mesh.mesh_dim_names}, of which {sorted(shared)} are in "
+            f"the data-parallel mesh {layout.mesh.mesh_dim_names} too. Pass the data-parallel slice of the "
+            'mesh to dedicate_params, such as mesh["dp"], and apply tensor parallelism on the other dims.'
         )
     if root_mesh(mesh) != root_mesh(layout.mesh):
         raise ValueError(

@@ -86,7 +86,7 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
         for child_name, child in module.named_children():
             path = f"{name}.{child_name}" if name else child_name
             is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-            if is_list and _is_callable(child) and any(True for _ in child.children()):
+            if is_list and is_callable(child) and any(True for _ in child.children()):
                 blocks[path] = child
             else:
                 visit(path, child)
@@ -95,6 +95,6 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
     return blocks
 
 
-def _is_callable(module: nn.Module) -> bool:
+def is_callable(module: nn.Module) -> bool:
     """Whether the module has a forward of its own, so that hooks on it can fire."""
     return type(module).forward is not nn.Module.forward

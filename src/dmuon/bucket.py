@@ -212,7 +212,7 @@ class Bucket:
 
     @torch.no_grad()
     def publish(self, updates: Mapping[DedicatedParam, Update]) -> None:
-        """Start to send updates from the TP owners to the pieces, and weights from the owner to its replicas."""
+        """Start to send updates from TP owners to pieces, and weights from the owner to its replicas."""
         self.wait_published()
         for param in updates:
             param.published = param.version

@@ -1,8 +1,8 @@
 """The exchange: pieces of matrices to their TP owners, and back.
 
-One `all_to_all` carries all matrices of a bucket: each rank of the TP group sends every TP owner its pieces of
-that owner's matrices. The way back is the same plan with the two sides swapped, so that one is the inverse
-of the other whatever the sizes.
+One `all_to_all` carries all matrices of a bucket: each rank of the TP group sends every TP owner its pieces
+of that owner's matrices. The way back is the same plan with the two sides swapped, so that one is the
+inverse of the other whatever the sizes.
 """
 
 from __future__ import annotations

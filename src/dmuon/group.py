@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal
 
@@ -124,9 +125,17 @@ class DedicatedGroup:
             Bucket(params, self._channels, self.precision, f"group {self.name!r}, owner slot {key[0]}")
             for key, params in sorted(by_key.items(), key=lambda item: item[0])
         ]
+        # Weakly: autograd keeps the hook where the garbage collector does not look for cycles.
+        reference = weakref.ref(self)
+
+        def arrived(_: torch.Tensor) -> None:
+            group = reference()
+            if group is not None:
+                group._gradient_arrived()
+
         for param in self.params:
             assert param.gathered is not None
-            param.gathered.register_post_accumulate_grad_hook(self._gradient_arrived)
+            param.gathered.register_post_accumulate_grad_hook(arrived)
 
     # Gradients
 
@@ -134,7 +143,7 @@ class DedicatedGroup:
         """Call `callback` whenever a gradient of the group has arrived."""
         self._on_gradient = callback
 
-    def _gradient_arrived(self, _: torch.Tensor) -> None:
+    def _gradient_arrived(self) -> None:
         self.ran = True
         self._arrived += 1
         if self._on_gradient is not None:
@@ -166,13 +175,18 @@ class DedicatedGroup:
         """Forget what belongs to one backward, and let go of the weights."""
         self.ran = self.reached = self.launched = False
         self._arrived = 0
-        self.release()
+        for param in self.params:
+            if param.gathered is not None:  # of a backward that raised, or of a parameter frozen since
+                param.gathered.grad = None
+        self.retire()
+
+    def retire(self) -> None:
+        """Free the weights, and put the resting parameters on the modules; not while a forward runs."""
+        if not self.depth:
+            self.show_resting()
+            self.release()
 
     def abort(self) -> None:
         """Drop what an iteration that raised has left behind."""
-        for param in self.params:
-            if param.gathered is not None:
-                param.gathered.grad = None
         self.depth = 0
-        self.show_resting()
         self.end_backward()

@@ -65,7 +65,13 @@ class DedicatedParam:
         self.full_shape = source.shape
         local = source.detach()
         if isinstance(local, DTensor):
-            local = local._local_tensor
+            # Without a tensor-parallel cut, its pieces lie on the data-parallel ranks: bring them together.
+            if tp is not None:
+                local = local._local_tensor
+            elif local.is_meta:
+                local = torch.empty(self.full_shape, dtype=local.dtype, device="meta")
+            else:
+                local = local.full_tensor()
         if not local.is_meta:
             local = local.to(layout.device)
         # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.
@@ -280,11 +286,22 @@ class DedicatedParam:
         return counts is None or any(bool(count > 0) for count in counts)
 
     @property
+    def owner_placements(self) -> tuple[Placement, ...]:
+        """Placements on `mesh` of what lives whole on the one owner."""
+        return self.layout.owner_placements() + (self.tp.owner_placements if self.tp is not None else ())
+
     def local_gradient(self) -> torch.Tensor:
-        """The gradient on the owner, `full_shape`; no rows elsewhere."""
+        """The gradient on the owner, `full_shape`; no rows elsewhere. Call it in the whole owner row.
+
+        One that somebody else has set (such as `zeros_like` of the parameter, as
+        `get_optimizer_state_dict` does) may lie there in pieces, which are brought together.
+        """
         gradient = self.resting.grad
-        assert gradient is not None
-        return gradient._local_tensor if isinstance(gradient, DTensor) else gradient
+        assert isinstance(gradient, DTensor)
+        local = gradient._local_tensor
+        if gradient.placements == self.owner_placements or self.tp is None:
+            return local
+        return self.tp.wrap(local).full_tensor()
 
 
 def is_resting(tensor: torch.Tensor) -> bool:

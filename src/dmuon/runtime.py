@@ -72,8 +72,9 @@ class Runtime:
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
         self._unfinished = False  # a backward has begun and its end has not been reached
         self._reductions: Pipeline[HandOver] = Pipeline()
+        self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
         self._next_to_reduce = 0
-        self._polls = True
+        self._isolated = True
         self._complete: list[DedicatedGroup] = []  # have all their gradients, still hold their weights
         model.__dict__[_ATTRIBUTE] = self
         attributes: dict[nn.Module, set[str]] = {}
@@ -82,6 +83,15 @@ class Runtime:
         for module, names in attributes.items():
             base.hide_from_fully_shard(module, names)
         model.register_forward_pre_hook(self._root_pre_forward)
+
+    def __deepcopy__(self, memo: object) -> Runtime:
+        raise TypeError(
+            "a model with dedicated parameters cannot be copied: copy it before dedicate_params, or build "
+            "another one and load this one's state_dict"
+        )
+
+    def __reduce__(self) -> tuple:
+        raise TypeError("a model with dedicated parameters cannot be pickled; save its state_dict instead")
 
     def record_of(self, tensor: torch.Tensor) -> DedicatedParam | None:
         """The dedicated parameter whose resting parameter `tensor` is, if any."""
@@ -108,7 +118,7 @@ class Runtime:
             members[base.enclosing(holder, boundaries) or ""].append(param)
         channels = Channels(self.layout, self.params, self.options.process_groups)
         self.traffic = channels.traffic
-        self._polls = channels.isolated
+        self._isolated = channels.isolated
         for name, params in members.items():
             if params:
                 self._add_group(name, boundaries[name], params, channels)
@@ -143,6 +153,12 @@ class Runtime:
         if self.options.hook_boundary is not None:
             choose = self.options.hook_boundary
             chosen = {name: module for name, module in modules.items() if choose(name, module)}
+            for name, module in chosen.items():
+                if not base.is_callable(module):
+                    raise ValueError(
+                        f"hook_boundary selects {name}, a {type(module).__name__}, which has no forward that "
+                        "could be hooked; select its elements"
+                    )
         else:
             chosen = base.sharded_modules(self.model) or base.block_modules(self.model)
         return {name: module for name, module in modules.items() if name in chosen or name == ""}
@@ -161,7 +177,9 @@ class Runtime:
         module.register_forward_pre_hook(lambda module, args: self._pre_forward(group))
         # always_call: a forward that raises must leave the module as it was.
         module.register_forward_hook(
-            lambda module, args, output: self._post_forward(group, output), always_call=True
+            lambda module, args, kwargs, output: self._post_forward(group, (args, kwargs), output),
+            always_call=True,
+            with_kwargs=True,
         )
         self.groups.append(group)
 
@@ -190,13 +208,13 @@ class Runtime:
                 upcoming.gather()
         group.show_gathered()
 
-    def _post_forward(self, group: DedicatedGroup, output: Any) -> None:
+    def _post_forward(self, group: DedicatedGroup, inputs: Any, output: Any) -> None:
         group.depth = max(0, group.depth - 1)
         if group.depth:
             return  # a module that calls itself
-        group.show_resting()
         if self._in_backward:
             return  # a recomputation: the weights are about to be used
+        group.show_resting()
         outputs = list(_tensors(output))
         leaks = any(group.holds(tensor) for tensor in outputs)  # a module that returns its own weight
         if not torch.is_grad_enabled():
@@ -205,8 +223,9 @@ class Runtime:
             if not (group.ran or leaks):
                 group.release()
             return
-        # No leaves: a hook on a weight or an input that is passed through would stay for ever.
-        hooked = [tensor for tensor in outputs if tensor.requires_grad and not tensor.is_leaf]
+        # No leaves, where a hook would stay for ever; no inputs, whose gradient comes when all is over.
+        passed = {id(tensor) for tensor in _tensors(inputs)}
+        hooked = [t for t in outputs if t.requires_grad and not t.is_leaf and id(t) not in passed]
         for tensor in hooked:
             tensor.register_hook(self._pre_backward_hook(group))
         if hooked or group.is_trainable:
@@ -238,19 +257,20 @@ class Runtime:
 
         def pre_backward(_: torch.Tensor) -> None:
             self._begin_backward()
-            if group.reached:
-                return
-            group.reached = group.ran = True
             if group.version != version:
                 raise RuntimeError(
                     f"the dedicated weights of {group.name} have changed between its forward and its "
                     "backward (an optimizer step, a load, or an in-place operation): the gradient would be "
                     "that of neither. Run backward before changing them."
                 )
+            first = not group.reached
+            group.reached = group.ran = True
             group.gather()
             group.wait_gathered()
-            self._release_complete()
-            self._prefetch_backward(group)
+            group.show_gathered()  # for what is recomputed inside the module
+            if first:
+                self._release_complete()
+                self._prefetch_backward(group)
 
         return pre_backward
 
@@ -266,7 +286,7 @@ class Runtime:
         also what uses a weight without giving it a gradient (`weight.detach()`).
         """
         for group in self._complete:
-            group.release()
+            group.retire()
         self._complete.clear()
 
     def _begin_backward(self) -> None:
@@ -274,34 +294,42 @@ class Runtime:
             return
         self._recover()
         callback = _EndOfBackward(self)
-        self._ended = weakref.ref(callback)
+        self._ended = weakref.ref(callback, self._backward_is_over)
         self._unfinished = True
+        # Who takes part is fixed now: what a recomputation adds may come at different times on the ranks.
+        self._in_turn = [group for group in reversed(self.groups) if group.ran]
         Variable._execution_engine.queue_callback(callback)
+
+    def _backward_is_over(self, _: object) -> None:
+        """Also after a backward that raised, whose modules would go on to show gathered parameters."""
+        for group in self.groups:
+            if not group.depth:
+                group.show_resting()
 
     def _gradient_arrived(self, group: DedicatedGroup) -> None:
         self._begin_backward()
         if group.all_arrived:
             self._complete.append(group)
+        # Whose gradients are complete when, and when a stage is over, differs between ranks. Process groups
+        # shared with FSDP2 and with our gathers do not bear that, so there all waits for the end of backward.
+        if self._isolated:
             self._reduce_complete()
-        # When a stage is over differs between ranks. Process groups shared with FSDP2 do not bear that, so
-        # there the later stages wait for the end of backward.
-        if self._polls:
             self._reductions.poll()
 
     def _reduce_complete(self) -> None:
-        """Start the reductions whose turn it is. Groups that have not run have no turn."""
-        order = self.groups[::-1]
-        while self._next_to_reduce < len(order):
-            group = order[self._next_to_reduce]
-            if group.ran and not group.all_arrived:
+        """Start the reductions whose turn it is."""
+        while self._next_to_reduce < len(self._in_turn):
+            group = self._in_turn[self._next_to_reduce]
+            if not group.all_arrived:
                 return
-            if group.ran and not group.launched:
+            if not group.launched:
                 group.reduce(self._reductions)
             self._next_to_reduce += 1
 
     def _finish_backward(self) -> None:
         """The engine has run all of a backward: reduce what is left, hand over the gradients."""
-        for group in self.groups[::-1]:
+        late = [group for group in reversed(self.groups) if group not in self._in_turn]
+        for group in (*self._in_turn, *late):
             if group.ran and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
         for hand_over in self._reductions.finish():

@@ -102,7 +102,7 @@ def _cuts(placement: Placement, size: int) -> bool:
 
 
 def _slices(shape: torch.Size, cuts: list[tuple[int, int, int]]) -> Slices:
-    """The piece of a tensor of `shape` after cutting, in this order, dim d into n chunks and taking the i-th."""
+    """The piece of a tensor that is left when, in turn, dim d is cut into n chunks and the i-th is taken."""
     bounds = [(0, size) for size in shape]
     for dim, chunks, index in cuts:
         start, stop = bounds[dim]

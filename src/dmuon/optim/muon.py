@@ -58,8 +58,10 @@ class Muon(Optimizer):
             parameters of the model (as it is now, after `fully_shard`) or their names; each group is either
             all dedicated or all base. `lr`, `weight_decay` and the rest are those of the group's algorithm.
             Trainable parameters in no group go to a default group each for Muon and AdamW.
-        replicate_async: under HSDP, let `step` return before the replicas have the new weights; the next
-            reader waits. The weights are the same either way.
+        replicate_async: let `step` return before the new weights are everywhere (the replicas under HSDP, the
+            pieces under tensor parallelism); the next forward, state dict or `dmuon.full_tensor` waits. The
+            training is the same either way. Code that reads weights itself right after a step, such as an
+            average of weights, must call `synchronize` first, or would see old ones.
         maximize: ascend instead of descend.
         ns_algorithm: "direct", "gram", or "auto" by operation count.
         momentum_dtype: dtype of the momentum buffers.
@@ -242,6 +244,15 @@ class Muon(Optimizer):
             self._runtime.wait_published()
         return loss
 
+    def synchronize(self) -> None:
+        """Wait until this rank has the weights of the last step (HSDP, and pieces under tensor parallelism).
+
+        With `replicate_async`, whoever reads weights between a step and the next forward by other means than
+        ours (an average of weights, a norm for a log) calls this first. Gathers, state dicts and
+        `dmuon.full_tensor` wait by themselves.
+        """
+        self._runtime.wait_published()
+
     def _owners_update(self) -> dict[DedicatedParam, Update]:
         """Phase 1. Returns what remains to be done to whom; the same parameters on all ranks."""
         updates = {}
@@ -257,14 +268,15 @@ class Muon(Optimizer):
         return updates
 
     def _update(self, param: DedicatedParam, rule: UpdateRule, group: dict[str, Any]) -> Update:
-        """Orthogonalize on the owner; update the weight at once where it is whole, else when it is published."""
+        """Orthogonalize on the owner; update a whole weight at once, pieces when they are published."""
         momentum = self._momentum(param)
         if not (param.in_owner_row and param.had_gradient()):
             return Update(None, None)
         orthogonal = None
+        gradient = param.local_gradient()
         if param.is_owner:
             orthogonal = newton_schulz(
-                momentum_step(momentum, param.local_gradient, rule),
+                momentum_step(momentum, gradient, rule),
                 steps=group["ns_steps"],
                 coefficients=group["ns_coefficients"],
                 dtype=group["ns_dtype"],
