@@ -226,6 +226,11 @@ def train_on_targets(
         gradients = [None if p.grad is None else kept_by_one(p.grad) for p in params]
         optimizer.step()
         optimizer.zero_grad()
+        for record in dmuon.get_dedicated_params(model):  # the owner, and under HSDP its replicas
+            if record.keeps_weight:
+                assert torch.equal(record.local, record.full_tensor()), f"{record} is another on a replica"
+            else:
+                record.full_tensor()  # collective
         history.append(
             [
                 {
