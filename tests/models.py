@@ -108,11 +108,13 @@ def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def assert_ranks_equal(weights: dict[str, torch.Tensor]) -> None:
     """Bitwise equality over all ranks."""
-    for name, weight in weights.items():
-        low, high = weight.clone(), weight.clone()
-        dist.all_reduce(low, dist.ReduceOp.MIN)
-        dist.all_reduce(high, dist.ReduceOp.MAX)
-        assert torch.equal(low, high), f"{name} differs between ranks"
+    sizes = [weight.nbytes for weight in weights.values()]
+    low = torch.cat([weight.contiguous().view(-1).view(torch.uint8) for weight in weights.values()])
+    high = low.clone()
+    dist.all_reduce(low, dist.ReduceOp.MIN)
+    dist.all_reduce(high, dist.ReduceOp.MAX)
+    for name, least, most in zip(weights, low.split(sizes), high.split(sizes), strict=True):
+        assert torch.equal(least, most), f"{name} differs between ranks"
 
 
 def assert_weights_close(
@@ -224,6 +226,11 @@ def train_on_targets(
         gradients = [None if p.grad is None else kept_by_one(p.grad) for p in params]
         optimizer.step()
         optimizer.zero_grad()
+        for record in dmuon.get_dedicated_params(model):  # the owner, and under HSDP its replicas
+            if record.keeps_weight:
+                assert torch.equal(record.local, record.full_tensor()), f"{record} is another on a replica"
+            else:
+                record.full_tensor()  # collective
         history.append(
             [
                 {

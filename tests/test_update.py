@@ -207,6 +207,7 @@ def train_beside_torch(
     """By step, what dmuon and torch.optim.Muon come to on one process, both with bfloat16 iterations."""
     ours = train_on_targets(shape, weights, targets, ns_dtype=torch.bfloat16, **settings)
     params = [nn.Parameter(weight.clone()) for weight in weights]
+    del settings["ns_algorithm"]
     optimizer = torch.optim.Muon(params, **settings)
     theirs = []
     for by_rank in targets:
@@ -224,7 +225,8 @@ def train_beside_torch(
 
 @pytest.mark.parametrize("nesterov", [True, False])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-def test_one_process_agrees_with_torch(ranks, scale, nesterov):
+@pytest.mark.parametrize(("algorithm", "tolerance"), [("direct", 0.05), ("auto", 0.08)])
+def test_one_process_agrees_with_torch(ranks, algorithm, tolerance, scale, nesterov):
     weights = [torch.randn(size) for size in [(24, 10), (10, 24), (16, 16)]]
     targets = random_targets(weights, steps=3, ranks=1)
     settings = {
@@ -233,14 +235,16 @@ def test_one_process_agrees_with_torch(ranks, scale, nesterov):
         "momentum": 0.9,
         "nesterov": nesterov,
         "adjust_lr_fn": scale,
+        "ns_algorithm": algorithm,
     }
     (steps,) = ranks(1, train_beside_torch, (1,), weights, targets, settings)
     before = weights
     for ours, theirs in steps:
         for index, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):
             torch.testing.assert_close(mine["momentum"], torchs["momentum"], atol=1e-6, rtol=1e-6)
-            # Five iterations in bfloat16 leave either of the two 2 % from the exact ones.
+            # Five direct iterations in bfloat16 are up to 2.1 % from the exact ones on such matrices, whether
+            # torch's or ours, and those on the Gram matrix up to 5.6 %.
             change = torchs["weight"] - before[index]
             error = (mine["weight"] - torchs["weight"]).norm() / change.norm()
-            assert error < 0.05, f"matrix {index} is off by {error:.1%} of its update"
+            assert error < tolerance, f"matrix {index} is off by {error:.1%} of its update"
         before = [torchs["weight"] for torchs in theirs]
