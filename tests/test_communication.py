@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
+from dmuon.bucket import Update
 from dmuon.comm import Traffic, packed_offsets
 from dmuon.group import DedicatedGroup
 from dmuon.layout import Owner
@@ -311,7 +312,7 @@ def carry(
         if record.is_owner:
             record.local.add_(7)
         record.mark_updated()
-    runtime.publish(set(runtime.params), wait=False)
+    runtime.publish({record: Update(None, None) for record in runtime.params}, wait=False)
     for record in runtime.params:
         value = initial[record.param_name] * sign[record.param_name] + 7
         assert torch.equal(dmuon.full_tensor(record.resting).detach(), value)
@@ -455,9 +456,9 @@ def record_intervals() -> dict[str, list[tuple[float, float]]]:
     running: list[int] = []
 
     def issue(phase: str) -> Any:
-        def issued(group: DedicatedGroup) -> Any:
+        def issued(group: DedicatedGroup, *args: Any) -> Any:
             events[phase].append((runtime.groups.index(group), len(running), time.perf_counter()))
-            return real[phase](group)
+            return real[phase](group, *args)
 
         return issued
 

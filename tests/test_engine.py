@@ -2,6 +2,9 @@
 
 import copy
 import dataclasses
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import pytest
@@ -445,7 +448,7 @@ def fail_and_go_on(shape: tuple[int, ...], reshard: bool) -> None:
     model = Fragile()
     model.layers = nn.ModuleList(FragileLayer(6, None) for _ in range(4))
     oracle, reference = with_oracle(model)
-    dedicate(model, make_mesh(shape), predicate=lambda name, p: True if p.ndim == 2 else False)
+    dedicate(model, make_mesh(shape), predicate=lambda name, p: p.ndim == 2)
     for p in (*model.parameters(), *oracle.parameters()):
         p.requires_grad_(p.ndim == 2)  # no base parameters: what FSDP2 does after an exception is its own
     reference = ReferenceMuon(oracle, lambda name, p: p.ndim == 2)
@@ -799,3 +802,238 @@ def returned_weights(reshard: bool) -> None:
 @pytest.mark.parametrize("reshard", [True, False])
 def test_layers_that_return_their_weights(ranks, reshard):
     ranks(4, returned_weights, reshard)
+
+
+def forgotten_model(shape: tuple[int, ...]) -> None:
+    model = Transformer()
+    optimizer = build(model, make_mesh(shape))
+    for step in range(2):
+        loss_of(model, step).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    layer = weakref.ref(model.layers[0])
+    del model, optimizer
+    gc.collect()
+    assert layer() is None, "something keeps the model alive"
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_a_model_that_nobody_holds_is_freed(ranks, shape):
+    ranks(4, forgotten_model, shape)
+
+
+class InsideBlock(nn.Module):
+    reentrant = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = Layer(6, None)
+        self.second = Layer(6, None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + checkpoint(self.first, x, use_reentrant=self.reentrant)
+        return x + checkpoint(self.second, x, use_reentrant=self.reentrant)
+
+
+class InsideModel(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(InsideBlock() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def recompute_inside(shape: tuple[int, ...], reshard: bool, reentrant: bool) -> None:
+    model = InsideModel()
+    for layer in model.layers:
+        layer.reentrant = reentrant
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        return m(x).square().mean()
+
+    for step in range(2):
+        backward_both(model, oracle, step, loss)
+        for record in dmuon.get_dedicated_params(model):
+            assert record.module.weight is record.resting
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS[:3])
+def test_activation_checkpointing_inside_a_layer(ranks, shape, reshard, reentrant):
+    ranks(4, recompute_inside, shape, reshard, reentrant)
+
+
+class Alternating(nn.Module):
+    """Every other layer is recomputed, and one matrix is used on some ranks only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(SometimesLayer() for _ in range(4))
+
+    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if index % 2:
+                x = checkpoint(layer, x, False, use_reentrant=True)
+            else:
+                x = layer(x, use and index == 2)
+        return x
+
+
+def some_ranks_and_recomputation(process_groups: str) -> None:
+    model = Alternating()
+    oracle, reference = with_oracle(model)
+    mesh = make_mesh((2,))
+    dedicate(model, mesh, predicate=is_proj, process_groups=process_groups)
+    optimizer = dmuon.Muon(model)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        return m(x, seed % 2 == 0).square().mean()
+
+    for step in range(2):
+        backward_both(model, oracle, step, loss)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("process_groups", ["isolated", "shared"])
+def test_one_order_of_reductions_whatever_a_rank_uses(ranks, process_groups):
+    ranks(2, some_ranks_and_recomputation, process_groups)
+
+
+class Detached(nn.Module):
+    """Its first use of the weight wants no gradient for it, and comes last in backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([DetachedLayer(), DetachedLayer()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x, True))
+            x = x + layer(x, False)
+        return x
+
+
+class DetachedLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_proj = nn.Linear(6, 6, bias=False)
+
+    def forward(self, x: torch.Tensor, detach: bool) -> torch.Tensor:
+        return x @ (self.a_proj.weight.detach() if detach else self.a_proj.weight)
+
+
+def detached_use(shape: tuple[int, ...], reshard: bool) -> None:
+    model = Detached()
+    oracle, reference = with_oracle(model)
+    dedicate(model, make_mesh(shape), predicate=is_proj, reshard_after_forward=reshard)
+    optimizer = dmuon.Muon(model)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+        return m(x).square().mean()
+
+    for step in range(2):
+        backward_both(model, oracle, step, loss)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
+def test_weights_are_there_for_uses_without_gradient(ranks, shape, reshard):
+    ranks(4, detached_use, shape, reshard)
+
+
+def step_between_two_forwards() -> None:
+    model = OnlyDedicated()
+    dedicate(model, make_mesh((2,)), predicate=lambda name, p: True)
+    optimizer = dmuon.Muon(model)
+    x = torch.ones(2, 6)
+    model(x).sum().backward()
+    first = model(x).sum()
+    optimizer.step()
+    second = model(x).sum()
+    with pytest.raises(RuntimeError, match="have changed between its forward and its"):
+        (first + second).backward()
+
+
+def test_an_old_forward_beside_a_new_one_is_an_error(ranks):
+    ranks(2, step_between_two_forwards)
+
+
+def freeze_between_forward_and_backward() -> None:
+    model = OnlyDedicated()
+    oracle, reference = with_oracle(model, lambda name, p: True)
+    dedicate(model, make_mesh((2,)), predicate=lambda name, p: True)
+    optimizer = dmuon.Muon(model)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        return m(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).square().mean()
+
+    out = loss(model, 5)
+    for record in dmuon.get_dedicated_params(model):
+        record.resting.requires_grad_(False)
+    out.backward()
+    optimizer.zero_grad()
+    for record in dmuon.get_dedicated_params(model):
+        record.resting.requires_grad_(True)
+    backward_both(model, oracle, 0, loss)
+    step_both(optimizer, reference)
+    assert_weights_close(model, oracle)
+
+
+def test_gradients_of_a_frozen_parameter_do_not_come_back(ranks):
+    ranks(2, freeze_between_forward_and_backward)
+
+
+def copy_and_pickle() -> None:
+    model = OnlyDedicated()
+    dedicate(model, make_mesh((1,)), predicate=lambda name, p: True)
+    with pytest.raises(TypeError, match="copy it before dedicate_params"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(model)
+
+
+def test_copies_and_pickles_are_refused(ranks):
+    ranks(1, copy_and_pickle)
+
+
+def uncallable_boundary() -> None:
+    model = OnlyDedicated()
+    dedicate(
+        model, make_mesh((1,)), predicate=lambda name, p: True, hook_boundary=lambda name, m: name == "layers"
+    )
+    with pytest.raises(ValueError, match="selects layers, a ModuleList"):
+        dmuon.Muon(model)
+
+
+def test_a_boundary_that_is_never_called_is_refused(ranks):
+    ranks(1, uncallable_boundary)
+
+
+def average_after_the_step() -> None:
+    """Code that reads the weights itself."""
+    model = Transformer()
+    optimizer = build(model, make_mesh((2, 2)))
+    loss_of(model, dist.get_rank()).backward()
+    optimizer.step()
+    optimizer.synchronize()
+    for record in dmuon.get_dedicated_params(model):
+        value = dmuon.full_tensor(record.resting).detach()
+        if record.keeps_weight:
+            assert torch.equal(record.resting.detach().to_local(), value)
+
+
+def test_synchronize_before_reading_weights(ranks):
+    ranks(4, average_after_the_step)

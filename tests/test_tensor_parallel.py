@@ -285,7 +285,7 @@ def test_a_dtensor_over_data_parallel_dims_is_the_whole_tensor(ranks, sizes):
 
 
 def refusals() -> list[str]:
-    """Each is raised on every rank, before any collective: no rank hangs here although they do nothing else."""
+    """Each is raised on every rank, before any collective: nothing hangs here."""
     messages = []
 
     def refused(model: nn.Module, mesh: DeviceMesh) -> None:
@@ -375,13 +375,13 @@ def any_cut(sizes: dict[str, int], shapes: list[tuple[int, int]], cuts: list[str
     optimizer = dmuon.Muon(model, weight_decay=0.1)
     dp, mine = sizes["dp"], mesh.get_coordinate()[0]
 
-    def loss(m: nn.Module, rank: int) -> torch.Tensor:
-        generator = torch.Generator().manual_seed(100 * step + rank)
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
         return m([torch.randn(shape, generator=generator) for shape in shapes])
 
     for step in range(3):
-        loss(model, mine).backward()
-        mean_backward(oracle, loss, list(range(dp)))
+        loss(model, 100 * step + mine).backward()
+        mean_backward(oracle, loss, [100 * step + rank for rank in range(dp)])
         for record in dmuon.get_dedicated_params(model):
             if record.is_owner:
                 expected = oracle.get_parameter(record.param_name).grad
