@@ -497,13 +497,3 @@ def settings_spoiled_later(shape: tuple[int, ...]) -> list[str]:
 
 def test_a_setting_spoiled_between_steps_is_refused_by_the_step(ranks):
     assert len(agreed(ranks, (2,), settings_spoiled_later)) == 4
-
-
-def scale_lost_by_a_cycle(shape: tuple[int, ...]) -> None:
-    trained = Identities(shape)
-    with pytest.raises(ValueError, match="cycle_momentum"):
-        lr_scheduler.OneCycleLR(trained.optimizer, max_lr=0.1, total_steps=8)
-
-
-def test_a_scheduler_that_cycles_the_momentum_is_refused_by_torch(ranks):
-    ranks(1, scale_lost_by_a_cycle, (1,))
