@@ -197,8 +197,8 @@ def tensor_lr(shape: tuple[int, ...], as_tensor: bool) -> list[list[float]]:
         rates = [torch.tensor(rate) for rate in rates]
     groups = [{"params": MATRICES[1], "lr": rates[2]}]
     trained = Identities(shape, groups, lr=rates[0], adamw_lr=rates[1])
-    moved = [trained.step()]
     scheduler = lr_scheduler.LambdaLR(trained.optimizer, lambda epoch: 0.5**epoch)
+    moved = [trained.step()]
     scheduler.step()
     moved.append(trained.step())
     for group in trained.optimizer.param_groups:
