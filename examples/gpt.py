@@ -123,16 +123,26 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Fill every parameter and buffer: normal(0, 0.02), the layers' outputs scaled down by sqrt(2 L)."""
-        residual_std = 0.02 / math.sqrt(2 * len(self.layers))
+        """Fill every parameter and buffer.
+
+        A projection gets normal values of variance 1 / fan-in; those that write to the residual stream are
+        divided by sqrt(2 L) as well (Radford et al. 2019). The head starts small: a first loss near log(V).
+        """
         for name, module in self.named_modules():
             if isinstance(module, Rotary):
                 module.init_tables()
             elif isinstance(module, nn.RMSNorm):
                 nn.init.ones_(module.weight)
-            elif isinstance(module, nn.Linear | nn.Embedding):
-                std = residual_std if name.endswith(("o_proj", "down_proj")) else 0.02
-                nn.init.normal_(module.weight, std=std)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=0.25)
+            elif module is self.head:
+                nn.init.normal_(module.weight, std=0.02)
+            elif isinstance(module, nn.Linear):
+                std = module.in_features**-0.5
+                is_residual = name.endswith(("o_proj", "down_proj"))
+                nn.init.normal_(
+                    module.weight, std=std / math.sqrt(2 * len(self.layers)) if is_residual else std
+                )
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:  # B, T -> B, T, V
         x = self.embedding(tokens)

@@ -178,7 +178,7 @@ def test_the_summary_says_where_every_trainable_parameter_went(ranks, shape, cap
 
 def whole_values(shape: tuple[int, ...], reshard: bool, asynchronous: bool) -> None:
     """Before, between and after steps, in either way to ask, from parameters of every kind."""
-    model = Transformer()
+    model = Transformer(depth=1)
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
     optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard, replicate_async=asynchronous)
     values = full_weights(model)

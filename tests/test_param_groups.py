@@ -197,8 +197,8 @@ def tensor_lr(shape: tuple[int, ...], as_tensor: bool) -> list[list[float]]:
         rates = [torch.tensor(rate) for rate in rates]
     groups = [{"params": MATRICES[1], "lr": rates[2]}]
     trained = Identities(shape, groups, lr=rates[0], adamw_lr=rates[1])
-    moved = [trained.step()]
     scheduler = lr_scheduler.LambdaLR(trained.optimizer, lambda epoch: 0.5**epoch)
+    moved = [trained.step()]
     scheduler.step()
     moved.append(trained.step())
     for group in trained.optimizer.param_groups:
@@ -497,13 +497,3 @@ def settings_spoiled_later(shape: tuple[int, ...]) -> list[str]:
 
 def test_a_setting_spoiled_between_steps_is_refused_by_the_step(ranks):
     assert len(agreed(ranks, (2,), settings_spoiled_later)) == 4
-
-
-def scale_lost_by_a_cycle(shape: tuple[int, ...]) -> None:
-    trained = Identities(shape)
-    with pytest.raises(ValueError, match="cycle_momentum"):
-        lr_scheduler.OneCycleLR(trained.optimizer, max_lr=0.1, total_steps=8)
-
-
-def test_a_scheduler_that_cycles_the_momentum_is_refused_by_torch(ranks):
-    ranks(1, scale_lost_by_a_cycle, (1,))

@@ -92,7 +92,7 @@ def test_gradients_are_averaged_before_they_are_orthogonalized(ranks, shape, res
 
 
 def assert_zero_gradient_decays(ranks, shape: tuple[int, ...], tolerance: float, **settings: Any) -> None:
-    targets = same_on_all([[torch.zeros(4, 4)], [torch.eye(4)]], 4)
+    targets = same_on_all([[torch.zeros(4, 4)], [torch.eye(4)]], math.prod(shape))
     settings = {"lr": LR, "weight_decay": 0.1, **settings}
     first, second = agreed(ranks, shape, train_on_targets, [torch.ones(4, 4)], targets, **settings)
     assert torch.equal(first[0]["weight"], torch.full((4, 4), 0.99))
@@ -114,7 +114,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, tor
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=str)
 @pytest.mark.parametrize("algorithm", ["auto", "direct", "gram"])
 def test_zero_gradient_in_every_kernel(ranks, algorithm, dtype, tolerance):
-    assert_zero_gradient_decays(ranks, (4,), tolerance, ns_algorithm=algorithm, ns_dtype=dtype)
+    assert_zero_gradient_decays(ranks, (1,), tolerance, ns_algorithm=algorithm, ns_dtype=dtype)
 
 
 # Settings
@@ -165,7 +165,7 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(1,), (4,), (2, 2)], ids=str)
+@pytest.mark.parametrize("shape", [(1,), (2, 2)], ids=str)
 @pytest.mark.parametrize(("settings", "oracle"), SETTINGS)
 def test_every_setting_against_the_oracle(ranks, settings, oracle, shape):
     weights = [torch.randn(size) for size in [(7, 3), (3, 7), (5, 5)]]
