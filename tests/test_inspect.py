@@ -48,7 +48,8 @@ def describe(shape: tuple[int, ...]) -> list[dict[str, Any]]:
     for record in records:
         # A rank is the owner where its own coordinate on the mesh is the record's.
         owner = (record.owner,) if isinstance(record.owner, int) else record.owner[::-1]
-        assert record.is_owner == record.is_tp_owner == (list(owner) == list(coordinate))
+        assert record.is_owner == (list(owner) == list(coordinate))
+        assert record.is_tp_owner  # of a row of one rank
         assert record.is_owner == (record.owner_rank == rank)
         # Every rank of the owner's column keeps the weight, whole; nobody else keeps any of it.
         local = named[record.param_name].to_local()

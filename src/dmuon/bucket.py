@@ -71,9 +71,10 @@ class Bucket:
             offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.dtype)
             self._buffer = torch.empty(total, dtype=self.dtype, device=self.layout.device)
             for param, view in zip(self.params, self._views(self._buffer, offsets), strict=True):
-                # Through .data: a version counter of its own, which filling the buffer leaves alone.
+                # Through .data: a version counter of its own, which filling the buffer leaves alone. It wants
+                # a gradient for now, so that a frozen one can take a hook; showing it sets what holds.
                 piece = view.data if param.tp is None else param.tp.wrap(view.data)
-                param.gathered = nn.Parameter(piece, requires_grad=param.resting.requires_grad)
+                param.gathered = nn.Parameter(piece)
         self._offsets = offsets
         self._nbytes = self._buffer.untyped_storage().nbytes()
         self._free()
