@@ -106,9 +106,9 @@ def steps_to_reach(rows: list[Row], loss: float) -> int | None:
     return next((step for step, value in zip(*curve(rows, "val_loss"), strict=True) if value <= loss), None)
 
 
-def compare(runs: Mapping[str, list[Row]], baseline: float) -> Table:
+def compare(runs: Mapping[str, list[Row]]) -> Table:
     """Validation losses at equal steps, and the median time per step, one column per optimizer."""
-    table = Table(title="Validation loss (nats per byte) at equal steps", title_justify="left")
+    table = Table()
     table.add_column("step", justify="right")
     for name in runs:
         table.add_column(LABELS[name], justify="right")
@@ -123,8 +123,6 @@ def compare(runs: Mapping[str, list[Row]], baseline: float) -> Table:
 
     times = (statistics.median(curve(rows, "seconds")[1]) for rows in runs.values())
     table.add_row("median time per step", *(f"{1e3 * seconds:.0f} ms" for seconds in times))
-    table.caption = f"A model that knows byte frequencies only: {baseline:.4f}"
-    table.caption_justify = "left"
     return table
 
 
@@ -138,8 +136,9 @@ def demo(args: argparse.Namespace, extra: list[str], console: Console) -> None:
     baseline = unigram_entropy(read_tokens(split_files(find_files(args.data))[1]))
     picture = args.out / "loss.png"
     plot_losses(picture, runs, "The same model, text and batches with AdamW and with dmuon", baseline)
-    console.rule("Result", align="left")
-    console.print(compare(runs, baseline))
+    console.rule("Validation loss (nats per byte) at equal steps", align="left")
+    console.print(compare(runs))
+    console.print(f"A model that knows the frequencies of bytes and nothing else: {baseline:.4f}.")
     target = curve(runs["adamw"], "val_loss")[1][-1]
     reached = steps_to_reach(runs["dmuon"], target)
     if reached is not None and reached < args.steps:

@@ -24,8 +24,9 @@ class Display:
             disable=not (shown and self.console.is_terminal),
             expand=True,
         )
-        unknown = {"loss": "...", "validation": "...", "milliseconds": "..."}
-        self.task = self.bar.add_task(name, total=steps, completed=start, **unknown)
+        self.task = self.bar.add_task(
+            name, total=steps, completed=start, loss="...", validation="...", milliseconds="..."
+        )
 
     def __enter__(self) -> Display:
         self.bar.start()

@@ -278,7 +278,7 @@ def train_step(
     loss = next_token_loss(model, batch, device)
     loss.backward()
     norm = clip_gradients(model, clip)
-    lr = scheduler.get_last_lr()[0]
+    lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     optimizer.zero_grad()
     scheduler.step()

@@ -181,7 +181,7 @@ def test_comparison_table(example: Import) -> None:
         for name, slope in (("adamw", 0.1), ("dmuon", 0.15))
     }
     runs["dmuon"].append({"step": 30, "val_loss": 0.0})  # not an equal step
-    table = compare.compare(runs, 3.0)
+    table = compare.compare(runs)
     cells = [list(column.cells) for column in table.columns]
     assert cells[0] == ["0", "10", "20", "median time per step"]
     assert cells[1] == ["5.0000", "4.0000", "3.0000", "100 ms"]
