@@ -94,7 +94,8 @@ def leave() -> None:
     from torch.distributed.tensor import _redistribute, debug
 
     debug._clear_sharding_prop_cache()
-    _redistribute.clear_redistribute_planner_cache()
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in torch 2.9
+        _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()
     gc.collect()
 

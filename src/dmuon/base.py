@@ -9,6 +9,7 @@ the same if the user passes `dmuon.dedicated_parameters(model)`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -42,12 +43,20 @@ def managed_parameters(model: nn.Module) -> set[int]:
     """`id` of every parameter that `fully_shard` has taken, whether it is sharded or gathered just now."""
     managed: set[int] = set()
     for module in sharded_modules(model).values():
-        for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+        for group in _param_groups(module):
             for param in group.fsdp_params:
                 managed.add(id(param.sharded_param))
                 managed.add(id(getattr(param, "_unsharded_param", None)))
     managed.discard(id(None))
     return managed
+
+
+def _param_groups(module: nn.Module) -> list[Any]:
+    """FSDP2's own groups of a wrapped module's parameters; one at most before torch 2.11."""
+    state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+    if hasattr(state, "_fsdp_param_groups"):
+        return state._fsdp_param_groups
+    return [state._fsdp_param_group] if state._fsdp_param_group is not None else []
 
 
 def mixed_precision(module: nn.Module) -> MixedPrecisionPolicy:
@@ -57,7 +66,7 @@ def mixed_precision(module: nn.Module) -> MixedPrecisionPolicy:
 
 def data_parallel_ranks(module: nn.Module) -> list[int] | None:
     """The global ranks a module wrapped by `fully_shard` is sharded over; None if it has no parameter."""
-    for group in fully_shard.state(module)._fsdp_param_groups:  # type: ignore[attr-defined]
+    for group in _param_groups(module):
         return group.mesh_info.mesh.mesh.flatten().tolist()
     return None
 

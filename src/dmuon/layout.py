@@ -173,12 +173,21 @@ def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a slice was taken from."""
-    return mesh._get_root_mesh()
+    if hasattr(mesh, "_get_root_mesh"):
+        return mesh._get_root_mesh()
+    from torch.distributed.device_mesh import _mesh_resources  # torch 2.9
+
+    return _mesh_resources.get_root_mesh(mesh)
 
 
 def joint_mesh(*meshes: DeviceMesh) -> DeviceMesh:
     """One mesh with the dims of several slices of one root mesh, in this order."""
-    return DeviceMesh._concatenate(list(meshes)) if len(meshes) > 1 else meshes[0]
+    if len(meshes) == 1:
+        return meshes[0]
+    if hasattr(DeviceMesh, "_concatenate"):
+        return DeviceMesh._concatenate(list(meshes))
+    # torch 2.9, where the dims must be in the root's order
+    return root_mesh(meshes[0])[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
 
 
 def wrap_local(
