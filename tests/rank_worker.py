@@ -93,10 +93,14 @@ def leave() -> None:
         dist.destroy_process_group()
     from torch.distributed.tensor import _redistribute, debug
 
-    debug._clear_sharding_prop_cache()
-    if hasattr(_redistribute, "clear_redistribute_planner_cache"):  # not in torch 2.9
-        _redistribute.clear_redistribute_planner_cache()
-    _redistribute._gen_transform_infos.cache_clear()
+    caches = [
+        getattr(debug, "_clear_sharding_prop_cache", None),  # the names differ between versions of torch
+        getattr(_redistribute, "clear_redistribute_planner_cache", None),
+        _redistribute._gen_transform_infos.cache_clear,
+    ]
+    for clear in caches:
+        if clear is not None:
+            clear()
     gc.collect()
 
 
