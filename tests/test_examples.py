@@ -22,8 +22,9 @@ import torch.nn.functional as F
 EXAMPLES = Path(__file__).parent.parent / "examples"
 PROCESSES = 2
 TIMEOUT = 240  # seconds for one run of a script, on a machine that is busy with other things
+TEXT = str(EXAMPLES / "*.py")  # quicker to read than the standard library
 SIZES = {"width": 32, "layers": 2, "heads": 2, "seq-len": 32, "batch-size": 2, "val-batches": 2}
-TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu"]
+TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", f"--data={TEXT}"]
 
 Import = Callable[[str], ModuleType]
 
@@ -91,7 +92,7 @@ def test_rotary_scores_depend_on_the_distance_alone(example: Import) -> None:
 
 def data(example: Import, **changes: int) -> Any:
     settings = {"seq_len": 32, "batch_size": 3, "rank": 0, "world_size": 2, "seed": 0} | changes
-    return example("text_data").TextData(None, **settings)
+    return example("text_data").TextData(TEXT, **settings)
 
 
 def test_batches_follow_from_seed_step_and_rank(example: Import) -> None:
