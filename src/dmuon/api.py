@@ -1,6 +1,7 @@
 """`dedicate_params`: read the mesh, choose the parameters, plan their owners, install the engine.
 
-No collective is issued here, and everything that cannot work is refused here, on every rank alike.
+Everything that cannot work is refused here, on every rank alike and before any collective. None is issued
+here at all, but for weights that come as DTensors over the data-parallel dims.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def dedicate_params(
 
     Call it before `fully_shard`, on all ranks, on the same model: it replaces each chosen parameter by one
     that has all its rows on its owner and none elsewhere, and installs forward hooks. No collective is
-    issued; the ranks' weights may still differ, the owner's win at the first forward. The model may be on
+    issued (unless a weight is a DTensor over `mesh` itself, which stands for the whole tensor); the ranks'
+    weights may still differ, the owner's win at the first forward. After `parallelize_module`, parameters
+    that tensor parallelism has cut are recognised by their DTensors. The model may be on
     the meta device, to be materialised by `to_empty` after `fully_shard`.
 
     Args:
@@ -75,7 +78,7 @@ def dedicate_params(
     Raises:
         TypeError: for an argument of another type.
         ValueError: if nothing is chosen, if a chosen parameter cannot be dedicated (already taken by
-            `fully_shard`, tied, not a floating-point matrix, a DTensor), if the mesh does not fit, or at a
+            `fully_shard`, tied, not a floating-point matrix, Partial), if the meshes do not fit, or at a
             second call.
     """
     if not isinstance(model, nn.Module):

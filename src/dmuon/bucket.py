@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -174,8 +175,11 @@ class Bucket:
             yield self._channels.reduce_replicas.reduce(buffer, self.owner.replicate, self.label)
         if self.in_owner_row and not before:
             buffer[:total].div_(self.layout.size)
-        whole = dict(zip(params, views, strict=True)) if self.in_owner_row else {}
-        if self.in_owner_row and self.is_cut:
+        if not self.in_owner_row:
+            return partial(_hand_over, params, {}, [None] * len(params))  # and lets go of the buffer
+        counts = buffer[total:]
+        whole = dict(zip(params, views, strict=True))
+        if self.is_cut:
             exchange = self._exchange(params)
             send = exchange.pack_pieces(views)
             receive = send.new_empty(sum(exchange.owned_splits))
@@ -183,12 +187,9 @@ class Bucket:
             yield self._channels.exchange[_cut_into(params[0])].all_to_all(receive, send, *splits, self.label)
             owned = [param for param in params if param.is_owner]
             whole = dict(zip(owned, exchange.unpack_owned(receive), strict=True))
-
-        def hand_over() -> None:
-            for param, mine, count in zip(params, had, buffer[total:], strict=True):
-                param.add_gradient(whole.get(param), None if mine or not self.in_owner_row else count)
-
-        return hand_over
+            counts = counts.clone()
+        seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
+        return partial(_hand_over, params, whole, seen)
 
     def _pack(
         self, params: Sequence[DedicatedParam], views: Sequence[torch.Tensor], counts: torch.Tensor
@@ -271,6 +272,16 @@ class Bucket:
         if stale:
             self.publish(stale)
             self.wait_published()
+
+
+def _hand_over(
+    params: Sequence[DedicatedParam],
+    whole: Mapping[DedicatedParam, torch.Tensor],
+    counts: Sequence[torch.Tensor | None],
+) -> None:
+    """Add averaged gradients to those of the resting parameters; `whole` has those that this rank owns."""
+    for param, count in zip(params, counts, strict=True):
+        param.add_gradient(whole.get(param), count)
 
 
 def _cut_into(param: DedicatedParam) -> tuple[int, ...]:

@@ -56,9 +56,14 @@ class TensorParallel:
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:
-        """Placements, on `mesh`, of what lives whole on the TP owner."""
-        sizes = self.mesh.shape
-        return tuple(Shard(0) if _cuts(p, n) else p for p, n in zip(self.placements, sizes, strict=True))
+        """Placements, on `mesh`, of what lives whole on the TP owner.
+
+        Of the other dim than the weight's own: by this, a gradient of ours is told from one in pieces.
+        """
+        return tuple(
+            Shard(1 - p.dim) if dim in self.cutting else p  # type: ignore[attr-defined]
+            for dim, p in enumerate(self.placements)
+        )
 
     @property
     def cutting(self) -> tuple[int, ...]:
