@@ -266,8 +266,9 @@ def _assign_tp(matrices: list[Matrix], slots: list[int], cuts: list[TensorParall
 def full_tensor(param: torch.Tensor) -> torch.Tensor:
     """The whole value of a parameter, on every rank; collective over the ranks that share it.
 
-    Works alike on dedicated parameters, on FSDP2's (and any other) DTensors, and on plain tensors, which
-    are returned as they are.
+    Works alike on dedicated parameters, on FSDP2's and any other evenly sharded DTensor, and on plain
+    tensors, which are returned as they are. Of a dedicated parameter it takes the parameter itself, not its
+    `.data` or `.grad`: see `DedicatedParam.local_gradient` for the latter.
 
     Raises:
         RuntimeError: if the model that a dedicated parameter belonged to is gone.
