@@ -106,7 +106,7 @@ class Bucket:
         """Start to bring the owner's weights to every rank, unless the buffer holds them already."""
         if self._filled == self._versions:
             return
-        self._settle_gather()
+        self.wait_gathered()
         self._publish_if_never_done()
         if self._buffer.untyped_storage().nbytes() == 0:
             self._buffer.untyped_storage().resize_(self._nbytes)
@@ -116,20 +116,17 @@ class Bucket:
         self._filled = self._versions
         self._gathering = self._channels.gather.broadcast(self._buffer, self.owner.shard, self.label)
 
-    def wait_gathered(self) -> None:
-        """Wait for the gather; the gathered parameters may be read afterwards."""
-        self._settle_gather()
-
     def release(self) -> None:
         """Free the gathered weights."""
-        self._settle_gather()
+        self.wait_gathered()
         self._free()
 
     def _free(self) -> None:
         self._buffer.untyped_storage().resize_(0)
         self._filled = None
 
-    def _settle_gather(self) -> None:
+    def wait_gathered(self) -> None:
+        """Wait for the gather; the gathered parameters may be read afterwards."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             gathering.wait()

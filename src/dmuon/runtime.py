@@ -119,9 +119,10 @@ class Runtime:
         channels = Channels(self.layout, self.params, self.options.process_groups)
         self.traffic = channels.traffic
         self._isolated = channels.isolated
+        sharded = base.sharded_modules(self.model)
         for name, params in members.items():
             if params:
-                self._add_group(name, boundaries[name], params, channels)
+                self._add_group(name, boundaries[name], params, channels, sharded)
         self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
         logger.debug("sealed: %s", self.groups)
 
@@ -164,11 +165,15 @@ class Runtime:
         return {name: module for name, module in modules.items() if name in chosen or name == ""}
 
     def _add_group(
-        self, name: str, module: nn.Module, params: list[DedicatedParam], channels: Channels
+        self,
+        name: str,
+        module: nn.Module,
+        params: list[DedicatedParam],
+        channels: Channels,
+        sharded: dict[str, nn.Module],
     ) -> None:
         precision = self.options.precision
         if precision is None:
-            sharded = base.sharded_modules(self.model)
             around = base.enclosing(name, sharded)
             policy = base.mixed_precision(sharded[around]) if around is not None else None
             precision = Precision(policy.param_dtype, policy.reduce_dtype) if policy else Precision()
@@ -374,13 +379,6 @@ class Runtime:
         """Wait until no publish is in flight."""
         for group in self.groups:
             group.wait_published()
-
-    def settle(self) -> None:
-        """Bring every weight to rest: nothing gathered or published is in flight, the replicas are equal."""
-        for group in self.groups:
-            group.wait_published()
-            if not self._in_backward and not group.ran:
-                group.release()
 
 
 class _EndOfBackward:
