@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.exchange import Cut, Exchange
 from dmuon.runtime import find_runtime
 from dmuon.tensor_parallel import TensorParallel, _slices
+from layouts import Model, build, data_rank, is_proj, loss_of, make_mesh, parallelize, shard
 from models import assert_weights_close, full_weights, mean_backward
 from reference import ReferenceMuon
 
@@ -38,89 +38,11 @@ MESHES = [
     pytest.param({"replicate": 1, "shard": 2, "tp": 2}, id="hsdp1x2-tp2"),
     pytest.param({"replicate": 2, "shard": 2, "tp": 1}, id="hsdp2x2-tp1"),
 ]
-
-
-class Layer(nn.Module):
-    """Cut by rows (`up`, `gate`), by columns (`down`), replicated and plain matrices, in uneven pieces."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix_proj = nn.Linear(width, width, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.gate_proj = nn.Linear(width, hidden)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mix_proj(self.norm(x))
-        return x + self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 6, hidden: int = 13, depth: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(depth))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-# Uneven pieces stay DTensors in between: torch could not tell their sizes from local tensors.
-PLAN = {
-    "up_proj": ColwiseParallel(use_local_output=False),
-    "gate_proj": ColwiseParallel(use_local_output=False),
-    "down_proj": RowwiseParallel(),
-}
-
-
-def is_proj(name: str, param: nn.Parameter) -> bool:
-    return "proj" in name and param.ndim == 2
-
-
-def make_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict | None = None) -> None:
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], plan or PLAN)
-
-
-def dedicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
-    if "replicate" in mesh.mesh_dim_names:
-        kwargs["replicate_mesh"] = mesh["replicate"]
-        dmuon.dedicate_params(model, mesh["shard"], predicate=is_proj, **kwargs)
-    else:
-        dmuon.dedicate_params(model, mesh["dp"], predicate=is_proj, **kwargs)
-
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    dp = mesh["replicate", "shard"] if "replicate" in mesh.mesh_dim_names else mesh["dp"]
-    for layer in model.layers:
-        fully_shard(layer, mesh=dp)
-    fully_shard(model, mesh=dp)
-
-
-def build(model: nn.Module, sizes: dict[str, int], *, reshard: bool = True, **muon: Any) -> dmuon.Muon:
-    mesh = make_mesh(sizes)
-    parallelize(model, mesh)
-    dedicate(model, mesh, reshard_after_forward=reshard)
-    shard(model, mesh)
-    return dmuon.Muon(model, **muon)
-
-
-def data_rank(sizes: dict[str, int]) -> tuple[int, int]:
-    """This rank's number among the data-parallel ranks, and how many there are."""
-    tp = sizes["tp"]
-    return dist.get_rank() // tp, dist.get_world_size() // tp
-
-
-def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-    return model(x).square().mean()
+DDP_MESHES = [
+    pytest.param({"ddp": 4}, id="ddp4"),
+    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
+    pytest.param({"ddp": 1, "tp": 4}, id="ddp1-tp4"),
+]
 
 
 def train(
@@ -147,8 +69,15 @@ def train(
     return weights
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("sizes", MESHES)
+@pytest.mark.parametrize(
+    ("sizes", "reshard"),
+    [
+        pytest.param(*mesh.values, reshard, id=f"{mesh.id}-{reshard}")
+        for mesh in MESHES
+        for reshard in (True, False)
+    ]
+    + [pytest.param(*mesh.values, True, id=mesh.id) for mesh in DDP_MESHES],  # where it has no meaning
+)
 def test_training_equals_the_oracle(ranks, sizes, reshard):
     asynchronous = ranks(4, train, sizes, reshard, True)
     synchronous = ranks(4, train, sizes, reshard, False)
@@ -194,7 +123,13 @@ def test_inspection(ranks):
 
 def test_every_mesh_gives_the_same_weights(ranks):
     expected = ranks(4, weights_on_the_same_data, {"dp": 1, "tp": 4})[0]
-    for sizes in ({"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"replicate": 2, "shard": 1, "tp": 2}):
+    for sizes in (
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "tp": 1},
+        {"replicate": 2, "shard": 1, "tp": 2},
+        {"ddp": 4},
+        {"ddp": 2, "tp": 2},
+    ):
         for name, weight in ranks(4, weights_on_the_same_data, sizes)[0].items():
             torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from .channels import Channels
 from .comm import Pending, packed_offsets
@@ -16,6 +15,7 @@ from .exchange import Cut, Exchange
 from .layout import DataParallelLayout, Owner
 from .parameter import DedicatedParam, Version
 from .pipeline import Operation, Stages
+from .tensor_parallel import local_gradient
 
 
 @dataclass(frozen=True)
@@ -51,6 +51,9 @@ class Bucket:
 
     Under tensor parallelism every rank's buffer holds its own pieces, and the exchange brings those of the
     owner row together.
+
+    Under DDP the buffer is never emptied, and where the compute dtype is the master dtype, the owner's
+    weights at rest are their parts of it.
     """
 
     def __init__(
@@ -68,6 +71,7 @@ class Bucket:
         self._filled: tuple[Version, ...] | None = None  # what the buffer holds; None: nothing
         self._gathering: Pending | None = None
         self._publishing: Operation[None] | None = None
+        self._sent = False  # the last collective of the publish in flight has been issued
         with torch.inference_mode(False):  # a first forward in inference mode must not spoil training
             offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.dtype)
             self._buffer = torch.empty(total, dtype=self.dtype, device=self.layout.device)
@@ -78,7 +82,8 @@ class Bucket:
                 param.gathered = nn.Parameter(piece)
         self._offsets = offsets
         self._nbytes = self._buffer.untyped_storage().nbytes()
-        self._free()
+        self._is_master = self.layout.replicated and self.dtype == self.master_dtype
+        self.release()
 
     @property
     def is_cut(self) -> bool:
@@ -108,20 +113,40 @@ class Bucket:
             return
         self.wait_gathered()
         self._publish_if_never_done()
+        self.wait_published()
         if self._buffer.untyped_storage().nbytes() == 0:
             self._buffer.untyped_storage().resize_(self._nbytes)
-        if self.layout.keeps_weight(self.owner):
-            views = list(self._views(self._buffer, self._offsets))
-            torch._foreach_copy_(views, [param.local for param in self.params])
-        self._filled = self._versions
+        self._fill()
+        self._mark_filled()
         self._gathering = self._channels.gather.broadcast(self._buffer, self.owner.shard, self.label)
+
+    def _fill(self) -> None:
+        """Copy the weights that this rank keeps to the buffer, unless they are there already."""
+        if not self.layout.keeps_weight(self.owner):
+            return
+        views = self._views(self._buffer, self._offsets)
+        apart = [
+            (param, view)
+            for param, view in zip(self.params, views, strict=True)
+            if view.data_ptr() != param.resting_local.data_ptr()
+        ]
+        if not apart:
+            return
+        torch._foreach_copy_([view for _, view in apart], [param.resting_local for param, _ in apart])
+        if self._is_master:
+            for param, view in apart:
+                param.rest_in(view)
+
+    def _mark_filled(self) -> None:
+        """Say that the buffer holds, or is about to hold, the weights as they are now."""
+        self._filled = self._versions
+        if self._is_master:
+            for param in self.params:
+                param.everywhere = param.version
 
     def release(self) -> None:
         """Free the gathered weights."""
         self.wait_gathered()
-        self._free()
-
-    def _free(self) -> None:
         self._buffer.untyped_storage().resize_(0)
         self._filled = None
 
@@ -130,6 +155,8 @@ class Bucket:
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             gathering.wait()
+        if self.layout.replicated:
+            self.wait_published()  # which brings the weights in place
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the gathered weights."""
@@ -215,13 +242,16 @@ class Bucket:
         self.wait_published()
         for param in updates:
             param.published = param.version
+        if self.layout.replicated:
+            self._mark_filled()
+        self._sent = False
         self._publishing = self._channels.publishing.start(self._publish(updates))
         if not self._publishing.done:
             for param in updates:
                 param.before_read = self.wait_published
 
     def _publish(self, updates: Mapping[DedicatedParam, Update]) -> Stages[None]:
-        """Stages: exchange within the owner row, broadcast along the owner's column."""
+        """Stages: exchange within the owner row, broadcast to those who keep a copy."""
         params = [param for param in self.params if param in updates]
         if self.is_cut:
             if self.in_owner_row:
@@ -239,6 +269,13 @@ class Bucket:
                         apply(param.resting_local, piece)
             else:
                 yield Pending.nothing()  # the others have a stage here
+        source = self.layout.publish_source(self.owner)
+        if self.layout.replicated:
+            self._fill()
+            broadcast = self._channels.publish.broadcast(self._buffer, source, self.label)
+            self._sent = True
+            yield broadcast
+            return
         if self.layout.replicate_size == 1 or not self.layout.keeps_weight(self.owner):
             return
         offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.master_dtype)
@@ -247,19 +284,29 @@ class Bucket:
         locals_ = [param.resting_local.view(-1) for param in params]
         if self.in_owner_row:
             torch._foreach_copy_(pieces, locals_)
-        yield self._channels.publish.broadcast(buffer, self.owner.replicate, self.label)
+        yield self._channels.publish.broadcast(buffer, source, self.label)
         if not self.in_owner_row:
             torch._foreach_copy_(locals_, pieces)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Under DDP: issue all that a publish in flight still has to issue, waiting for what comes before.
+
+        In the order of the publishes, on all ranks before any of them waits for a weight: what follows may
+        differ between ranks, since without gathers they need not run the same modules.
+        """
+        while self._publishing is not None and not (self._sent or self._publishing.done):
+            self._publishing.advance()
 
     @torch.no_grad()
     def wait_published(self) -> None:
         """Wait for a publish in flight, and for those before it."""
         if self._publishing is None:
             return
-        self._publishing = None
-        self._channels.publishing.finish()
+        publishing, self._publishing = self._publishing, None
         for param in self.params:
             param.before_read = None
+        self._channels.publishing.finish(publishing)
 
     def _publish_if_never_done(self) -> None:
         """Make the replicas equal to the owner where something else than a step has changed the weights."""
@@ -267,6 +314,7 @@ class Bucket:
             return
         stale = {p: Update(None, None) for p in self.params if p.published != p.version}
         if stale:
+            self._channels.publishing.finish()  # a channel belongs to one stage only within one step
             self.publish(stale)
             self.wait_published()
 
@@ -290,12 +338,9 @@ def _take_gradient(param: DedicatedParam) -> torch.Tensor | None:
     """The gradient of the gathered parameter, as this rank's piece; the parameter loses it."""
     assert param.gathered is not None
     gradient, param.gathered.grad = param.gathered.grad, None
-    if isinstance(gradient, DTensor):
-        assert param.tp is not None
-        if gradient.placements != param.tp.placements:  # Partial, under sequence parallelism
-            gradient = gradient.redistribute(placements=param.tp.placements)
-        return gradient._local_tensor
-    return gradient
+    if gradient is None:
+        return None
+    return local_gradient(gradient, param.tp.placements if param.tp is not None else None)
 
 
 def _or_zeros(whole: torch.Tensor | None, param: DedicatedParam) -> torch.Tensor:

@@ -29,13 +29,19 @@ class Channels:
         reduce_replicas: gradients, from the owner's column to the owner.
         exchange: gradients, from the owner row's pieces to the TP owners; by the ranks of the TP group.
         publish_exchange: updates, from the TP owners to the owner row's pieces.
-        publish: updated weights, from the owner to its column.
+        publish: updated weights, from the owner to those who keep a copy: its column, under DDP its row.
+        base: gradients of the base parameters under `replicate`, averaged over the row.
         publishing: the publishes in flight.
         traffic: what this rank has moved.
     """
 
     def __init__(
-        self, layout: DataParallelLayout, params: Iterable[DedicatedParam], process_groups: ProcessGroups
+        self,
+        layout: DataParallelLayout,
+        params: Iterable[DedicatedParam],
+        process_groups: ProcessGroups,
+        *,
+        replicates_base: bool = False,
     ) -> None:
         self.traffic = Traffic()
         self.publishing: Pipeline[None] = Pipeline()
@@ -47,7 +53,9 @@ class Channels:
         self.gather = self._channel("gather", row, row_group)
         self.reduce = self._channel("reduce", row, row_group)
         self.reduce_replicas = self._channel("reduce_replicas", column, column_group)
-        self.publish = self._channel("publish", column, column_group)
+        copies_group = row_group if layout.replicated else column_group
+        self.publish = self._channel("publish", layout.publish_ranks, copies_group)
+        self.base = self._channel("base", row, row_group) if replicates_base else None
         self.exchange: dict[tuple[int, ...], Channel] = {}
         self.publish_exchange: dict[tuple[int, ...], Channel] = {}
         for param in params:  # in module order, so that all ranks make their groups in the same order

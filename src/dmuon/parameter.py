@@ -60,6 +60,8 @@ class DedicatedParam:
         self._epoch = 0
         # Set while a publish of this weight is in flight: what a reader has to wait for.
         self.before_read: Callable[[], None] | None = None
+        # Under DDP: which version of the weight every rank has, unrounded, in its gathered parameter.
+        self.everywhere: Version | None = None
 
         source = cast(nn.Parameter, module._parameters[attribute])
         self.full_shape = source.shape
@@ -202,9 +204,33 @@ class DedicatedParam:
                 "without assign=True, and replace weights in place (under torch.no_grad())."
             )
         if "full_tensor" not in self.resting.__dict__:
+            self._epoch += 1  # what has dropped the attribute has replaced the weight
             # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
             # stead; a weak reference, so that the parameter does not keep the engine alive.
             self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
+
+    def rest_in(self, view: torch.Tensor) -> None:
+        """Keep the resting weight in `view`, which holds its value already (`piece_shape`, same dtype)."""
+        cast(DTensor, self.resting)._local_tensor = view
+
+    @torch.no_grad()
+    def piece(self) -> torch.Tensor:
+        """This rank's piece of the owner's weight, a new tensor; collective over the data-parallel ranks,
+        but under DDP no more than once after a change.
+
+        shape: `piece_shape`, dtype: that of the resting weight.
+        """
+        self.refresh()
+        if self.before_read is not None:  # on all ranks: a publish may need them all
+            self.before_read()
+        if self.everywhere == self.version:
+            assert self.gathered is not None
+            return local_part(self.gathered).clone()
+        piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
+        if self.keeps_weight:
+            piece.copy_(self.local)
+        self.layout.broadcast_from_owner(piece, self.coordinate)
+        return piece
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
@@ -212,10 +238,7 @@ class DedicatedParam:
 
         shape: `full_shape`, dtype: that of the resting weight.
         """
-        piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
-        if self.keeps_weight:
-            piece.copy_(self.local)
-        self.layout.broadcast_from_owner(piece, self.coordinate)
+        piece = self.piece()
         return piece if self.tp is None else self.tp.wrap(piece).full_tensor()
 
     def show_gathered(self) -> None:
@@ -302,6 +325,11 @@ class DedicatedParam:
         if gradient.placements == self.owner_placements or self.tp is None:
             return local
         return self.tp.wrap(local).full_tensor()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor, without autograd; any other tensor's data."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_resting(tensor: torch.Tensor) -> bool:

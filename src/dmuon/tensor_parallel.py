@@ -102,6 +102,20 @@ class TensorParallel:
         return cls(mesh, tuple(placements), shape, ranks, ranks.index(dist.get_rank()), pieces)
 
 
+def local_gradient(gradient: torch.Tensor, placements: tuple[Placement, ...] | None) -> torch.Tensor:
+    """This rank's part of a gradient, cut as the parameter is; placements: the parameter's, None if plain.
+
+    Collective over the tensor-parallel ranks where it comes cut otherwise, or as a Partial sum (under
+    sequence parallelism).
+    """
+    if not isinstance(gradient, DTensor):
+        return gradient
+    assert placements is not None
+    if gradient.placements != placements:
+        gradient = gradient.redistribute(placements=placements)
+    return gradient._local_tensor
+
+
 def _cuts(placement: Placement, size: int) -> bool:
     return isinstance(placement, Shard) and size > 1
 

@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -16,6 +17,7 @@ from .. import base, checkpoint
 from ..bucket import Update
 from ..inspect import summary
 from ..parameter import DedicatedParam
+from ..replicate import ddp_around, ddp_ranks
 from ..runtime import find_runtime
 from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
@@ -207,16 +209,37 @@ class Muon(Optimizer):
 
     def _check_base_parameters(self) -> None:
         """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence."""
-        if self._runtime.layout.size == 1:
+        runtime, layout = self._runtime, self._runtime.layout
+        if layout.size == 1:
             return
-        for name, param in self._model.named_parameters():
-            if param.requires_grad and self._record(param) is None and not isinstance(param, DTensor):
+        if layout.replicated:
+            wrapper = ddp_around(self._model, runtime.model)
+            if wrapper is not None and ddp_ranks(wrapper) != list(layout.row):
                 raise ValueError(
-                    f"{name} is neither dedicated nor sharded, so nothing would average its gradient over "
-                    f"the {self._runtime.layout.size} data-parallel ranks. Wrap the model with "
-                    "fully_shard(model, mesh=...) after dedicate_params and before dmuon.Muon, or freeze the "
-                    "parameter."
+                    f"DistributedDataParallel averages over the ranks {ddp_ranks(wrapper)}, the dedicated "
+                    f"parameters over {list(layout.row)}; give it process_group=mesh.get_group()"
                 )
+            if wrapper is not None or runtime.replicas is not None:
+                return
+            cure = (
+                "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
+                "or wrap the model in DistributedDataParallel and give dmuon.Muon the wrapped model."
+            )
+        else:
+            cure = (
+                "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before "
+                "dmuon.Muon, or freeze the parameter."
+            )
+        averaged = base.managed_parameters(self._model)
+        for name, param in self._model.named_parameters():
+            if not param.requires_grad or self._record(param) is not None or id(param) in averaged:
+                continue
+            if isinstance(param, DTensor) and _has_dims_of(param.device_mesh, layout.mesh):
+                continue
+            raise ValueError(
+                f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
+                f"{layout.size} data-parallel ranks. {cure}"
+            )
 
     # The step
 
@@ -238,7 +261,7 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._verify_parameters()
-        self._runtime.publish(self._owners_update(), wait=False)
+        self._runtime.publish(self._owners_update())
         self._step_adamw()
         if not self.replicate_async:
             self._runtime.wait_published()
@@ -328,6 +351,11 @@ class Muon(Optimizer):
                         "before dmuon.Muon."
                     )
         self._verified = True
+
+
+def _has_dims_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether a mesh runs over all the ranks of another, so that its DTensors can be whole over them."""
+    return set(other.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist())
 
 
 def _by_mesh(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
