@@ -15,6 +15,7 @@ from .api import (
     replicate_tp,
 )
 from .assignment import SMALL_PARAM_THRESHOLD
+from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
@@ -24,6 +25,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SMALL_PARAM_THRESHOLD",
     "Muon",
+    "clip_grad_norm_",
     "dedicate_params",
     "dedicate_params_ddp",
     "dedicate_params_ddp_tp",
