@@ -46,14 +46,14 @@ DDP_MESHES = [
 
 
 def train(
-    sizes: dict[str, int], reshard: bool, asynchronous: bool, steps: int = 4
+    sizes: dict[str, int], steps: int = 4, *, reshard: bool = True, clip: float | None = None, **muon: Any
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = Model()
     oracle = copy.deepcopy(model)
     settings = {"lr": 0.05, "weight_decay": 0.1, "adamw_lr": 3e-3}
     reference = ReferenceMuon(oracle, is_proj, **settings)
-    optimizer = build(model, sizes, reshard=reshard, replicate_async=asynchronous, **settings)
+    optimizer = build(model, sizes, reshard=reshard, **muon, **settings)
     mine, replicas = data_rank(sizes)
     weights = {}
     for step in range(steps):
@@ -61,12 +61,38 @@ def train(
         for micro in range(1 + step % 2):  # every other step accumulates
             loss_of(model, seeds[mine] + 10 * micro).backward()
             mean_backward(oracle, loss_of, [seed + 10 * micro for seed in seeds])
+        if clip is not None:
+            norm = dmuon.clip_grad_norm_(model, clip)
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), clip)
+            torch.testing.assert_close(norm, expected, atol=1e-6, rtol=1e-5)
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
         reference.zero_grad()
         weights = assert_weights_close(model, oracle)
+        for name, param in oracle.named_parameters():  # orthogonalization would hide a wrong scale
+            if param in reference.buffers:
+                momentum = whole_momentum(model, optimizer, name)
+                assert (momentum - reference.buffers[param]).abs().max() < 1e-6, name
     return weights
+
+
+def whole_momentum(model: nn.Module, optimizer: dmuon.Muon, name: str) -> torch.Tensor:
+    """The momentum, whole, from the parts that the ranks keep; every part is kept once."""
+    (param,) = (p for p in dmuon.get_dedicated_params(model) if p.param_name == name)
+    local = optimizer.state[param.resting]["momentum_buffer"]._local_tensor
+    whole, kept = torch.zeros(param.full_shape), torch.zeros(param.full_shape)
+    if param.keeps_state:
+        where = param.tp.pieces[param.tp.position] if param.in_pieces else ()
+        whole[where] += local
+        kept[where] += 1
+    dist.all_reduce(whole)
+    dist.all_reduce(kept)
+    copies = 1 if param.is_cut or param.tp is None else param.tp.mesh.size()  # replicated over the TP mesh
+    if param.tp is None and "tp" in (param.layout.mesh._get_root_mesh().mesh_dim_names or ()):
+        copies = dist.get_world_size() // param.layout.size
+    assert (kept == copies).all()
+    return whole / copies
 
 
 @pytest.mark.parametrize(
@@ -79,10 +105,35 @@ def train(
     + [pytest.param(*mesh.values, True, id=mesh.id) for mesh in DDP_MESHES],  # where it has no meaning
 )
 def test_training_equals_the_oracle(ranks, sizes, reshard):
-    asynchronous = ranks(4, train, sizes, reshard, True)
-    synchronous = ranks(4, train, sizes, reshard, False)
+    same_if_synchronous(ranks, sizes, reshard=reshard)
+
+
+def same_if_synchronous(ranks: Any, sizes: dict[str, int], **kwargs: Any) -> None:
+    """Each equal to the oracle, and bitwise equal to each other."""
+    asynchronous = ranks(4, train, sizes, **kwargs)
+    synchronous = ranks(4, train, sizes, replicate_async=False, **kwargs)
     for name, weight in asynchronous[0].items():
         assert torch.equal(weight, synchronous[0][name]), f"{name}: asynchronous publish changes the training"
+
+
+TP_MESHES = [
+    pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
+    pytest.param({"dp": 1, "tp": 4}, id="dp1-tp4"),
+    pytest.param({"replicate": 2, "shard": 1, "tp": 2}, id="hsdp2x1-tp2"),
+    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
+]
+
+
+@pytest.mark.parametrize("sizes", TP_MESHES)
+def test_training_with_clipping(ranks, sizes):
+    same_if_synchronous(ranks, sizes, clip=0.01)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("sizes", TP_MESHES)
+def test_training_with_distributed_gram(ranks, sizes, clip):
+    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}
+    same_if_synchronous(ranks, sizes, clip=clip, **gram)
 
 
 def inspect(sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -372,22 +423,16 @@ def test_the_exchange_is_its_own_inverse(sizes, matrices):
         fulls.append(full)
         cuts_of.append((pieces, owner % world))
 
-    def exchange_at(position: int) -> Exchange:
-        return Exchange(
-            [
-                Cut(FakeCut(full.shape, tuple(range(world)), position, pieces), owner)
-                for full, (pieces, owner) in zip(fulls, cuts_of, strict=True)
-            ]
-        )
-
-    plans = [exchange_at(position) for position in range(world)]
+    cuts = [Cut(f.shape, pieces, owner) for f, (pieces, owner) in zip(fulls, cuts_of, strict=True)]
+    plans = [Exchange(cuts, position) for position in range(world)]
     pieces_at = [
         [f[p[position]] for f, (p, _) in zip(fulls, cuts_of, strict=True)] for position in range(world)
     ]
-    sends = [
-        plan.pack_pieces(pieces).split(plan.piece_splits)
-        for plan, pieces in zip(plans, pieces_at, strict=True)
-    ]
+    sends = []
+    for plan, pieces in zip(plans, pieces_at, strict=True):
+        send = torch.empty(sum(plan.piece_splits), dtype=torch.int64)
+        plan.pack_pieces(pieces, send)
+        sends.append(send.split(plan.piece_splits))
     wholes = []
     for position, plan in enumerate(plans):
         parts = [sends[source][position] for source in range(world)]
@@ -395,19 +440,14 @@ def test_the_exchange_is_its_own_inverse(sizes, matrices):
         wholes.append(plan.unpack_owned(torch.cat(parts)))
         expected = [f for f, (_, owner) in zip(fulls, cuts_of, strict=True) if owner == position]
         assert all(torch.equal(a, b) for a, b in zip(wholes[-1], expected, strict=True))
-    like = torch.empty(0, dtype=torch.int64)
-    back = [plan.pack_owned(w, like).split(plan.owned_splits) for plan, w in zip(plans, wholes, strict=True)]
+    back = []
+    for plan, whole in zip(plans, wholes, strict=True):
+        send = torch.empty(sum(plan.owned_splits), dtype=torch.int64)
+        plan.pack_owned(whole, send)
+        back.append(send.split(plan.owned_splits))
     for position, plan in enumerate(plans):
         received = plan.unpack_pieces(torch.cat([back[source][position] for source in range(world)]))
         assert all(torch.equal(a, b) for a, b in zip(received, pieces_at[position], strict=True))
-
-
-class FakeCut(TensorParallel):
-    """Pieces without a mesh."""
-
-    def __init__(self, shape: torch.Size, ranks: tuple[int, ...], position: int, pieces: Any) -> None:
-        for name, value in {"shape": shape, "ranks": ranks, "position": position, "pieces": pieces}.items():
-            object.__setattr__(self, name, value)
 
 
 def pieces_are_torchs(shape: tuple[int, int], cut: str) -> None:

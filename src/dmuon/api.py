@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from .tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
+BufferReuse = bool | Literal["gather", "scatter", "all"]
+_REUSE = ("gather", "scatter", "all")
 HookBoundary = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
 
@@ -46,6 +48,7 @@ def dedicate_params(
     mp_policy: MixedPrecisionPolicy | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
+    tp_buffer_reuse: BufferReuse = False,
 ) -> list[DedicatedParam]:
     """Give every matrix of the hidden layers one owner; `fully_shard` will leave these matrices alone.
 
@@ -74,6 +77,10 @@ def dedicate_params(
             module classes, or `hook_boundary(name, module) -> bool`. By default, the modules that
             `fully_shard` wraps; if it wraps none, the elements of the model's module lists.
         process_groups: "isolated" creates process groups of our own; "shared" uses the mesh's.
+        tp_buffer_reuse: keep the buffers in which tensor-parallel pieces travel, for the next exchange:
+            "gather", those of gradients on their way to the TP owners; "scatter", those of updates on their
+            way back; True or "all", both. It spares allocations, and costs the memory of the buffers that are
+            in use at one time.
 
     Returns:
         A record per dedicated parameter, in module order (as `get_dedicated_params` gives it again).
@@ -88,7 +95,7 @@ def dedicate_params(
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     residency: Residency = "while_used" if reshard_after_forward else "until_backward_done"
-    options = _options(residency, mp_policy, hook_boundary, process_groups)
+    options = _options(residency, mp_policy, hook_boundary, process_groups, tp_buffer_reuse)
     return _dedicate(model, layout, options, predicate)
 
 
@@ -137,16 +144,18 @@ def dedicate_params_ddp_tp(
     mp_policy: MixedPrecisionPolicy | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
+    tp_buffer_reuse: BufferReuse = False,
 ) -> list[DedicatedParam]:
     """`dedicate_params_ddp` for a model that `parallelize_module` has cut inside each replica.
 
     The pieces of a gradient travel to the TP owner, and those of the update back, as in `dedicate_params`.
     The other parameters, whole or in pieces, go to `replicate_tp` afterwards.
 
-    Args and errors: as `dedicate_params_ddp`; parameters that nothing has cut are welcome too.
+    Args and errors: as `dedicate_params_ddp` and, for `tp_buffer_reuse`, `dedicate_params`; parameters that
+    nothing has cut are welcome too.
     """
     layout = DataParallelLayout.from_meshes(mesh, replicated=True)
-    options = _options("always", mp_policy, hook_boundary, process_groups)
+    options = _options("always", mp_policy, hook_boundary, process_groups, tp_buffer_reuse)
     return _dedicate(model, layout, options, predicate)
 
 
@@ -268,16 +277,21 @@ def _options(
     mp_policy: MixedPrecisionPolicy | None,
     hook_boundary: HookBoundary | None,
     process_groups: ProcessGroups,
+    tp_buffer_reuse: BufferReuse = False,
 ) -> Options:
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
     if process_groups not in get_args(ProcessGroups):
         raise ValueError(f"process_groups must be one of {get_args(ProcessGroups)}, got {process_groups!r}")
+    if not any(tp_buffer_reuse is value for value in (True, False)) and tp_buffer_reuse not in _REUSE:
+        raise ValueError(f"tp_buffer_reuse must be True, False or one of {_REUSE}, got {tp_buffer_reuse!r}")
     return Options(
         residency=residency,
         precision=None if mp_policy is None else Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
         hook_boundary=_boundary_chooser(hook_boundary),
         process_groups=process_groups,
+        reuse_gather=tp_buffer_reuse in (True, "all", "gather"),
+        reuse_scatter=tp_buffer_reuse in (True, "all", "scatter"),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -15,7 +16,7 @@ from .exchange import Cut, Exchange
 from .layout import DataParallelLayout, Owner
 from .parameter import DedicatedParam, Version
 from .pipeline import Operation, Stages
-from .tensor_parallel import local_gradient
+from .tensor_parallel import TensorParallel, local_gradient
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,19 @@ class Precision:
     reduce: torch.dtype | None = None
 
 
+class GramForm(Protocol):
+    """A matrix in pieces, of which only a small part travels; see `dmuon.optim.distributed_gram`."""
+
+    def gram(self) -> torch.Tensor:
+        """What this rank's piece contributes, flat; the contributions are summed."""
+
+    def factor(self, gram: torch.Tensor) -> torch.Tensor:
+        """What the ranks need, flat and of the same size, from the sum."""
+
+    def orthogonal(self, factor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the orthogonalized matrix."""
+
+
 @dataclass(frozen=True)
 class Update:
     """What a step wants done to one weight.
@@ -34,10 +48,12 @@ class Update:
         orthogonal: the whole orthogonalized matrix, on the rank that ran Newton-Schulz; None elsewhere.
         apply: `apply(weight, orthogonal)` updates a weight, or corresponding pieces, in place; None if the
             weight is to stay as it is.
+        gram: what is orthogonalized in pieces, on the ranks that hold one.
     """
 
-    orthogonal: torch.Tensor | None
-    apply: Callable[[torch.Tensor, torch.Tensor], None] | None
+    orthogonal: torch.Tensor | None = None
+    apply: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    gram: GramForm | None = None
 
 
 HandOver = Callable[[], None]
@@ -64,6 +80,7 @@ class Bucket:
         self.layout: DataParallelLayout = first.layout
         self.owner: Owner = first.coordinate
         self.label = label
+        self.in_pieces = first.in_pieces
         self.master_dtype = first.resting.dtype
         self.dtype = precision.compute or self.master_dtype
         self.reduce_dtype = precision.reduce or self.dtype
@@ -94,6 +111,14 @@ class Bucket:
     def in_owner_row(self) -> bool:
         """Whether this rank is the owner, or holds the owner's pieces."""
         return self.layout.is_owner(self.owner)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters are still what the bucket was packed for."""
+        return all(
+            param.resting.dtype == self.master_dtype and param.in_pieces == self.in_pieces
+            for param in self.params
+        )
 
     def _views(self, buffer: torch.Tensor, offsets: Sequence[int]) -> Iterator[torch.Tensor]:
         """One view of a packed buffer per parameter, in the shape of this rank's piece."""
@@ -203,14 +228,10 @@ class Bucket:
             return partial(_hand_over, params, {}, [None] * len(params))  # and lets go of the buffer
         counts = buffer[total:]
         whole = dict(zip(params, views, strict=True))
-        if self.is_cut:
+        if self.is_cut and not self.in_pieces:
             exchange = self._exchange(params)
-            send = exchange.pack_pieces(views)
-            receive = send.new_empty(sum(exchange.owned_splits))
-            splits = exchange.owned_splits, exchange.piece_splits
-            yield self._channels.exchange[_cut_into(params[0])].all_to_all(receive, send, *splits, self.label)
-            owned = [param for param in params if param.is_owner]
-            whole = dict(zip(owned, exchange.unpack_owned(receive), strict=True))
+            wholes = yield from self._to_owners(exchange, views, self.reduce_dtype)
+            whole = dict(zip([param for param in params if param.is_owner], wholes, strict=True))
             counts = counts.clone()
         seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
         return partial(_hand_over, params, whole, seen)
@@ -231,8 +252,47 @@ class Bucket:
                 count.zero_()
         return had
 
+    # Exchange
+
     def _exchange(self, params: Sequence[DedicatedParam]) -> Exchange:
-        return Exchange([Cut(param.tp, param.tp_owner) for param in params if param.tp is not None])
+        cuts = [Cut.of(param.tp, param.tp_owner) for param in params if param.tp is not None]
+        return Exchange(cuts, self._tp.position)
+
+    @property
+    def _tp(self) -> TensorParallel:
+        assert self.params[0].tp is not None
+        return self.params[0].tp
+
+    def _to_owners(
+        self, exchange: Exchange, pieces: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Stages[list[torch.Tensor]]:
+        """One stage: pieces to the TP owners. Returns the whole matrices that this rank owns, new tensors."""
+        scratch = self._channels.gather_scratch
+        send = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
+        receive = scratch.take(sum(exchange.owned_splits), dtype, self.layout.device)
+        exchange.pack_pieces(pieces, send)
+        channel = self._channels.exchange[self._tp.ranks]
+        yield channel.all_to_all(receive, send, exchange.owned_splits, exchange.piece_splits, self.label)
+        wholes = exchange.unpack_owned(receive)
+        scratch.give_back(send, receive)
+        return wholes
+
+    def _to_pieces(
+        self,
+        exchange: Exchange,
+        wholes: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        use: Callable[[list[torch.Tensor]], None],
+    ) -> Stages[None]:
+        """One stage: the matrices that this rank owns, in pieces, to all. `use` gets those of this rank."""
+        scratch = self._channels.scatter_scratch
+        send = scratch.take(sum(exchange.owned_splits), dtype, self.layout.device)
+        receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
+        exchange.pack_owned(wholes, send)
+        channel = self._channels.publish_exchange[self._tp.ranks]
+        yield channel.all_to_all(receive, send, exchange.piece_splits, exchange.owned_splits, self.label)
+        use(exchange.unpack_pieces(receive))
+        scratch.give_back(send, receive)
 
     # Publish
 
@@ -251,24 +311,18 @@ class Bucket:
                 param.before_read = self.wait_published
 
     def _publish(self, updates: Mapping[DedicatedParam, Update]) -> Stages[None]:
-        """Stages: exchange within the owner row, broadcast to those who keep a copy."""
+        """Stages: Gram matrices, if any are made in this model; exchange within the owner row; broadcast to
+        those who keep a copy."""
         params = [param for param in self.params if param in updates]
         if self.is_cut:
-            if self.in_owner_row:
-                exchange = self._exchange(params)
-                wholes = [_or_zeros(updates[param].orthogonal, param) for param in params if param.is_owner]
-                like = torch.empty(0, dtype=self.master_dtype, device=self.layout.device)
-                send = exchange.pack_owned(wholes, like)
-                receive = send.new_empty(sum(exchange.piece_splits))
-                splits = exchange.piece_splits, exchange.owned_splits
-                channel = self._channels.publish_exchange[_cut_into(params[0])]
-                yield channel.all_to_all(receive, send, *splits, self.label)
-                for param, piece in zip(params, exchange.unpack_pieces(receive), strict=True):
-                    apply = updates[param].apply
-                    if apply is not None:
-                        apply(param.resting_local, piece)
+            if self._channels.has_gram_stage and not (self.in_pieces and self.in_owner_row):
+                yield Pending.nothing()  # others have a stage here
+            if not self.in_owner_row:
+                yield Pending.nothing()
+            elif self.in_pieces:
+                yield from self._publish_in_pieces([(param, updates[param]) for param in params])
             else:
-                yield Pending.nothing()  # the others have a stage here
+                yield from self._publish_whole([(param, updates[param]) for param in params])
         source = self.layout.publish_source(self.owner)
         if self.layout.replicated:
             self._fill()
@@ -287,6 +341,48 @@ class Bucket:
         yield self._channels.publish.broadcast(buffer, source, self.label)
         if not self.in_owner_row:
             torch._foreach_copy_(locals_, pieces)
+
+    def _publish_whole(self, updates: Sequence[tuple[DedicatedParam, Update]]) -> Stages[None]:
+        """One stage: updates from the TP owners to the pieces."""
+
+        def use(pieces: list[torch.Tensor]) -> None:
+            for (param, update), piece in zip(updates, pieces, strict=True):
+                if update.apply is not None:
+                    update.apply(param.resting_local, piece)
+
+        exchange = self._exchange([param for param, _ in updates])
+        wholes = [_or_zeros(update.orthogonal, param) for param, update in updates if param.is_owner]
+        yield from self._to_pieces(exchange, wholes, self.master_dtype, use)
+
+    def _publish_in_pieces(self, updates: Sequence[tuple[DedicatedParam, Update]]) -> Stages[None]:
+        """Two stages: Gram matrices to the TP owners, factors back."""
+
+        def use(factors: list[torch.Tensor]) -> None:
+            for (param, update), factor in zip(updates, factors, strict=True):
+                if update.gram is not None and update.apply is not None:
+                    update.apply(param.resting_local, update.gram.orthogonal(factor.view(-1)))
+
+        numels = [param.tp.gram_numel for param, _ in updates if param.tp is not None]
+        exchange = Exchange(
+            [
+                Cut.one_each(self._tp.size, numel, param.tp_owner)
+                for (param, _), numel in zip(updates, numels, strict=True)
+            ],
+            self._tp.position,
+        )
+        parts = [  # zeros where no rank had a gradient
+            torch.zeros(numel, dtype=torch.float64, device=self.layout.device)
+            if update.gram is None
+            else update.gram.gram()
+            for (_, update), numel in zip(updates, numels, strict=True)
+        ]
+        grams = yield from self._to_owners(exchange, parts, torch.float64)  # [TP size, gram_numel] each
+        forms = [update.gram for param, update in updates if param.is_owner]
+        factors = [
+            gram if form is None else form.factor(gram.sum(0)).expand_as(gram)
+            for form, gram in zip(forms, grams, strict=True)
+        ]
+        yield from self._to_pieces(exchange, factors, torch.float64, use)
 
     @torch.no_grad()
     def send(self) -> None:
@@ -312,7 +408,7 @@ class Bucket:
         """Make the replicas equal to the owner where something else than a step has changed the weights."""
         if self.layout.replicate_size == 1:
             return
-        stale = {p: Update(None, None) for p in self.params if p.published != p.version}
+        stale = {p: Update() for p in self.params if p.published != p.version}
         if stale:
             self._channels.publishing.finish()  # a channel belongs to one stage only within one step
             self.publish(stale)
@@ -327,11 +423,6 @@ def _hand_over(
     """Add averaged gradients to those of the resting parameters; `whole` has those that this rank owns."""
     for param, count in zip(params, counts, strict=True):
         param.add_gradient(whole.get(param), count)
-
-
-def _cut_into(param: DedicatedParam) -> tuple[int, ...]:
-    assert param.tp is not None
-    return param.tp.ranks
 
 
 def _take_gradient(param: DedicatedParam) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from .comm import Channel, Traffic
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 from .pipeline import Pipeline
+from .scratch import Scratch
 
 ProcessGroups = Literal["isolated", "shared"]
 
@@ -27,11 +28,14 @@ class Channels:
         gather: weights, from the owner to its row.
         reduce: gradients, from the row to the owner's column.
         reduce_replicas: gradients, from the owner's column to the owner.
-        exchange: gradients, from the owner row's pieces to the TP owners; by the ranks of the TP group.
-        publish_exchange: updates, from the TP owners to the owner row's pieces.
+        exchange: gradients (or Gram matrices), from the owner row's pieces to the TP owners; by the ranks of
+            the TP group.
+        publish_exchange: updates (or factors), from the TP owners to the owner row's pieces.
         publish: updated weights, from the owner to those who keep a copy: its column, under DDP its row.
         base: gradients of the base parameters under `replicate`, averaged over the row.
         publishing: the publishes in flight.
+        has_gram_stage: publishes start with a stage of Gram matrices, in which the rest takes no part.
+        gather_scratch, scatter_scratch: buffers of exchanges to the TP owners and back.
         traffic: what this rank has moved.
     """
 
@@ -42,9 +46,14 @@ class Channels:
         process_groups: ProcessGroups,
         *,
         replicates_base: bool = False,
+        reuse_gather: bool = False,
+        reuse_scatter: bool = False,
     ) -> None:
         self.traffic = Traffic()
         self.publishing: Pipeline[None] = Pipeline()
+        self.has_gram_stage = False
+        self.gather_scratch = Scratch(reuse_gather)
+        self.scatter_scratch = Scratch(reuse_scatter)
         self.isolated = process_groups == "isolated"
         self._timeout = _timeout(layout)
         row, column = layout.row, layout.column

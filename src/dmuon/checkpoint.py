@@ -65,7 +65,7 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     if param.resting.is_meta:
         return
     if param.keeps_weight:
-        param.local.copy_(whole if param.tp is None else whole[param.tp.pieces[param.tp.position]])
+        param.local.copy_(_piece_of(whole, param))
     param.mark_updated()
     param.published = param.version  # every replica has taken it over by itself
 
@@ -108,8 +108,8 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             optimizer.state[param.resting].pop(_MOMENTUM, None)
             local = optimizer._momentum(param)
-            if param.is_owner:
-                local.copy_(whole)
+            if param.keeps_state:
+                local.copy_(_piece_of(whole, param) if param.in_pieces else whole)
         loaded.clear()
 
     optimizer.register_state_dict_post_hook(save)
@@ -118,13 +118,18 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
 
 
 def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
-    whole = torch.empty(param.full_shape, dtype=momentum.dtype, device=param.layout.device)
-    if param.is_owner:
-        whole.copy_(momentum._local_tensor)
-    if param.in_owner_row and param.tp is not None and param.is_cut:
-        param.tp.broadcast_from(whole, param.tp_owner)
-    param.layout.broadcast_from_owner(whole, param.coordinate)
-    return _as_stock(whole if param.tp is None else whole[param.tp.pieces[param.tp.position]], param)
+    state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
+    if param.keeps_state:
+        state.copy_(momentum._local_tensor)
+    if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
+        param.tp.broadcast_from(state, param.tp_owner)
+    param.layout.broadcast_from_owner(state, param.coordinate)
+    return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
+
+
+def _piece_of(whole: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+    """This rank's piece of a whole matrix, under tensor parallelism."""
+    return whole if param.tp is None else whole[param.tp.pieces[param.tp.position]]
 
 
 def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:

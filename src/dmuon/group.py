@@ -111,7 +111,7 @@ class DedicatedGroup:
             param.show_resting()
 
     def _build_buckets(self) -> None:
-        """Pack the parameters into buckets; again after a change of dtype or device."""
+        """Pack the parameters into buckets; again after a change of dtype, or of what stays in pieces."""
         for param in self.params:
             param.refresh()
             if param.resting.is_meta:
@@ -119,14 +119,15 @@ class DedicatedGroup:
                     f"{param.param_name} is still on the meta device. Call model.to_empty(device=...) and "
                     "initialise the weights before the first forward."
                 )
-        if self.buckets and all(p.resting.dtype == b.master_dtype for b in self.buckets for p in b.params):
+        if self.buckets and all(bucket.is_current for bucket in self.buckets):
             return
         self.wait_gathered()  # no release: the master weights may lie in the buffers; these go by themselves
         by_key: dict[tuple, list[DedicatedParam]] = {}
         for param in self.params:
             slot = param.layout.slot_of(param.coordinate)
             cut_into = param.tp.ranks if param.tp is not None and param.is_cut else ()
-            by_key.setdefault((slot, str(param.resting.dtype), cut_into), []).append(param)
+            key = (slot, str(param.resting.dtype), cut_into, param.in_pieces)
+            by_key.setdefault(key, []).append(param)
         self.buckets = [
             Bucket(params, self._channels, self.precision, f"group {self.name!r}, owner slot {key[0]}")
             for key, params in sorted(by_key.items(), key=lambda item: item[0])

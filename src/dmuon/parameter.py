@@ -36,6 +36,8 @@ class DedicatedParam:
         mesh: the mesh of its resting form: the data-parallel dims, then the tensor-parallel ones.
         tp: how tensor parallelism holds it; None for a plain parameter.
         tp_owner: position in the TP group of the rank that runs Newton-Schulz.
+        in_pieces: the gradient and the momentum of a cut parameter stay where its pieces are, instead of
+            whole on the TP owner (the distributed Gram form).
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class DedicatedParam:
         self.coordinate = owner
         self.tp = tp
         self.tp_owner = tp_owner
+        self.in_pieces = False
         self.gathered: nn.Parameter | None = None
         self.published: Version | None = None  # the version that every replica has; None: never published
         self._epoch = 0
@@ -127,6 +130,16 @@ class DedicatedParam:
     def is_owner(self) -> bool:
         """Whether this rank keeps the momentum and the gradient and runs Newton-Schulz."""
         return self.in_owner_row and self.is_tp_owner
+
+    @property
+    def keeps_state(self) -> bool:
+        """Whether this rank keeps the gradient and the momentum, or its pieces of them."""
+        return self.in_owner_row if self.in_pieces else self.is_owner
+
+    @property
+    def state_shape(self) -> torch.Size:
+        """Shape of the gradient and the momentum where they are kept: the whole matrix, or a piece."""
+        return self.piece_shape if self.in_pieces else self.full_shape
 
     @property
     def keeps_weight(self) -> bool:
@@ -265,25 +278,22 @@ class DedicatedParam:
         return (*self.layout.weight_placements()[:-1], rows, *tp.placements)
 
     def wrap_owned(self, local: torch.Tensor | None, dtype: torch.dtype) -> DTensor:
-        """What lives whole on the one owner, as a DTensor: gradient and momentum.
+        """What lives with the one owner, as a DTensor: gradient and momentum.
 
         Args:
-            local: `full_shape` on the owner; None elsewhere.
+            local: `state_shape` where `keeps_state`; None elsewhere.
             dtype: of the result.
         """
         if local is None:
             local = torch.empty((0, *self.full_shape[1:]), dtype=dtype, device=self.layout.device)
-        placements = self.layout.owner_placements() + (
-            self.tp.owner_placements if self.tp is not None else ()
-        )
-        return wrap_local(local.to(dtype), self.full_shape, self.mesh, placements)
+        return wrap_local(local.to(dtype), self.full_shape, self.mesh, self.owner_placements)
 
     @torch.no_grad()
     def add_gradient(self, local: torch.Tensor | None, count: torch.Tensor | None) -> None:
         """Set `resting.grad`, or add to it, on all ranks.
 
         Args:
-            local: the averaged gradient, `full_shape`, on the owner; None elsewhere.
+            local: the averaged gradient, `state_shape`, where `keeps_state`; None elsewhere.
             count: in the owner row, one element: the number of ranks that had a gradient; None if it is known
                 not to be 0.
         """
@@ -310,11 +320,14 @@ class DedicatedParam:
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:
-        """Placements on `mesh` of what lives whole on the one owner."""
-        return self.layout.owner_placements() + (self.tp.owner_placements if self.tp is not None else ())
+        """Placements on `mesh` of what lives with the one owner."""
+        if self.tp is None:
+            return self.layout.owner_placements()
+        pieces = self.tp.placements if self.in_pieces else self.tp.owner_placements
+        return self.layout.owner_placements() + pieces
 
     def local_gradient(self) -> torch.Tensor:
-        """The gradient on the owner, `full_shape`; no rows elsewhere. Call it in the whole owner row.
+        """The gradient, `state_shape`, where `keeps_state`; no rows elsewhere. All of the owner row calls it.
 
         One that somebody else has set (such as `zeros_like` of the parameter, as
         `get_optimizer_state_dict` does) may lie there in pieces, which are brought together.
@@ -322,7 +335,7 @@ class DedicatedParam:
         gradient = self.resting.grad
         assert isinstance(gradient, DTensor)
         local = gradient._local_tensor
-        if gradient.placements == self.owner_placements or self.tp is None:
+        if gradient.placements == self.owner_placements or self.tp is None or self.in_pieces:
             return local
         return self.tp.wrap(local).full_tensor()
 

@@ -48,6 +48,8 @@ class Options:
     precision: Precision | None  # None: follow the enclosing FSDP2 module
     hook_boundary: Callable[[str, nn.Module], bool] | None  # None: follow fully_shard, else the blocks
     process_groups: ProcessGroups
+    reuse_gather: bool = False  # keep the buffers of exchanges towards the TP owners
+    reuse_scatter: bool = False  # and of those back
 
 
 class Runtime:
@@ -76,6 +78,7 @@ class Runtime:
         self._reductions: Pipeline[HandOver] = Pipeline()
         self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
         self._next_to_reduce = 0
+        self._channels: Channels | None = None
         self._isolated = True
         self._complete: list[DedicatedGroup] = []  # have all their gradients, still hold their weights
         model.__dict__[_ATTRIBUTE] = self
@@ -125,7 +128,10 @@ class Runtime:
             self.params,
             self.options.process_groups,
             replicates_base=self.replicas is not None,
+            reuse_gather=self.options.reuse_gather,
+            reuse_scatter=self.options.reuse_scatter,
         )
+        self._channels = channels
         self.traffic = channels.traffic
         self._isolated = channels.isolated
         sharded = base.sharded_modules(self.model)
@@ -416,6 +422,22 @@ class Runtime:
         self._reset()
 
     # After the step
+
+    def keep_in_pieces(self, chooses: Callable[[DedicatedParam, torch.dtype, torch.dtype], bool]) -> None:
+        """Decide whose gradient and momentum stay in pieces, before the first step.
+
+        chooses: of a parameter and the dtypes in which its gradient and its update would travel.
+        """
+        for group in self.groups:
+            for param in group.params:
+                master = param.resting.dtype
+                reduce = group.precision.reduce or group.precision.compute or master
+                in_pieces = chooses(param, reduce, master)
+                if in_pieces != param.in_pieces and group.ran:
+                    raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
+                param.in_pieces = in_pieces
+        assert self._channels is not None
+        self._channels.has_gram_stage = any(param.in_pieces for param in self.params)
 
     def publish(self, updates: Mapping[DedicatedParam, Update]) -> None:
         """Start to bring updates to the pieces, and weights to those who keep a copy.

@@ -42,6 +42,12 @@ class TensorParallel:
         return dims[0] if dims else None
 
     @property
+    def gram_numel(self) -> int:
+        """Elements of one triangle of the small Gram matrix, diagonal included."""
+        side = min(self.shape)
+        return side * (side + 1) // 2
+
+    @property
     def piece_shape(self) -> torch.Size:
         """Shape of this rank's piece."""
         return self.shape_of(self.position)
