@@ -103,6 +103,14 @@ class Channel:
             self._count(buffer, target)
         return self._pending(work, buffer, f"reduction of {label}")
 
+    def all_reduce(self, buffer: torch.Tensor, label: str) -> Pending:
+        """Sum `buffer` over this channel, in place, on all its ranks."""
+        work = None
+        if len(self._ranks) > 1:
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            self._traffic.add(self.phase, buffer.numel() * buffer.element_size())
+        return self._pending(work, buffer, f"sum of {label}")
+
     def all_to_all(
         self,
         receive: torch.Tensor,

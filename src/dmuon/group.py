@@ -120,7 +120,8 @@ class DedicatedGroup:
         for param in self.params:
             slot = param.layout.slot_of(param.coordinate)
             cut_into = param.tp.ranks if param.tp is not None and param.is_cut else ()
-            by_key.setdefault((slot, str(param.resting.dtype), cut_into), []).append(param)
+            copies = param.tp.copies if param.tp is not None and len(param.tp.copies) > 1 else ()
+            by_key.setdefault((slot, str(param.resting.dtype), cut_into, copies), []).append(param)
         self.buckets = [
             Bucket(params, self._channels, self.precision, f"group {self.name!r}, owner slot {key[0]}")
             for key, params in sorted(by_key.items(), key=lambda item: item[0])
