@@ -7,6 +7,7 @@ optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)     # after it
 
 from .api import dedicate_params, dedicated_parameters, full_tensor
 from .assignment import SMALL_PARAM_THRESHOLD
+from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
@@ -16,6 +17,7 @@ __version__ = "0.1.0"
 __all__ = [
     "SMALL_PARAM_THRESHOLD",
     "Muon",
+    "clip_grad_norm_",
     "dedicate_params",
     "dedicated_parameters",
     "full_tensor",
