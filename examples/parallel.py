@@ -88,7 +88,7 @@ def lacks_baseline(sizes: dict[str, int]) -> str:
     if tuple(sizes) != ("ddp", "tp"):
         return ""
     return (
-        f"{mesh_text(sizes)} cannot train with plain AdamW: torch's DistributedDataParallel does not take the "
+        f"{mesh_text(sizes)} cannot train with plain AdamW: DistributedDataParallel does not take the "
         "DTensors of tensor parallelism. Use dp in place of ddp"
     )
 

@@ -62,7 +62,7 @@ def layer_of(name: str) -> str:
 
 def templates(names: list[str]) -> list[str]:
     """The names without `.weight`, `*` for each number, each once."""
-    return list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name.removesuffix(".weight")) for name in names))
+    return list(dict.fromkeys(re.sub(r"\.\d+(?=\.)", ".*", name.removesuffix(".weight")) for name in names))
 
 
 def spread_of(params: list[nn.Parameter]) -> str:
