@@ -1,10 +1,10 @@
 """Train the same model on the same text with AdamW and with dmuon, and show both side by side.
 
     python examples/compare.py
-    python examples/compare.py --steps 200 --out runs/wide --width 192
+    python examples/compare.py --steps 200 --out runs/wide --width 192 --mesh dp=4
 
 Both runs have the same initial weights, the same batches and the same number of steps. Options that this
-script does not know are passed on to `train_gpt.py`.
+script does not know are passed on to `train_gpt.py`, whose first line says which parameters live where.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ if __name__ == "__main__":
     )  # until the first run starts, Ctrl-C ends without a traceback
 
 import argparse
+import math
 import os
 import statistics
 import subprocess
@@ -28,13 +29,22 @@ from rich.console import Console
 from rich.table import Table
 
 from metrics import LABELS, Row, curve, plot_losses, read_metrics
+from parallel import lacks_baseline, mesh_text, parse_mesh
 from text_data import find_files, read_tokens, split_files, unigram_entropy
 
 HERE = Path(__file__).parent
-OPTIMIZERS = ("adamw", "dmuon")
+OPTIMIZERS = ("adamw", "dmuon")  # as the table has them; dmuon trains first
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 GRACE = 45.0  # seconds for a run to end after a signal; its launcher itself kills after 30
+
+
+def comparable_mesh(text: str) -> dict[str, int]:
+    """As `parse_mesh`, for meshes on which both optimizers train."""
+    sizes = parse_mesh(text)
+    if reason := lacks_baseline(sizes):
+        raise argparse.ArgumentTypeError(reason)
+    return sizes
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -44,8 +54,14 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--nproc", type=int, default=4, help="processes of each run")
-    parser.add_argument("--steps", type=int, default=400, help="steps of each run")
+    parser.add_argument(
+        "--mesh",
+        type=comparable_mesh,
+        default="dp=2,tp=2",
+        metavar="SIZES",
+        help="of each run, with as many processes; the forms are those of train_gpt.py",
+    )
+    parser.add_argument("--steps", type=int, default=300, help="steps of each run")
     parser.add_argument(
         "--data", metavar="GLOB", help="text files; default: Python's standard library sources"
     )
@@ -81,18 +97,14 @@ def train(optimizer: str, args: argparse.Namespace, extra: list[str]) -> list[Ro
     """One run; returns its metrics. Raises SystemExit with the end of its standard error if it fails."""
     out = args.out / optimizer
     out.mkdir(parents=True, exist_ok=True)
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(args.nproc),
-    ]
+    processes = math.prod(args.mesh.values())
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(processes)]
     command += [str(HERE / "train_gpt.py"), "--optimizer", optimizer, "--out", str(out), "--overwrite"]
+    command += ["--mesh", mesh_text(args.mesh)]
     command += ["--steps", str(args.steps), "--checkpoint-every", str(args.steps)]
     command += ["--data", args.data] if args.data else []
-    threads = max(1, (os.cpu_count() or 1) // args.nproc)
+    threads = max(1, (os.cpu_count() or 1) // processes)
     errors = out / "stderr.txt"
     status = launch(command + extra, {**os.environ, "OMP_NUM_THREADS": str(threads)}, errors)
     if status != 0:
@@ -128,10 +140,9 @@ def compare(runs: Mapping[str, list[Row]]) -> Table:
 
 def demo(args: argparse.Namespace, extra: list[str], console: Console) -> None:
     """Both runs, then the picture and the table."""
-    runs: dict[str, list[Row]] = {}
-    for number, name in enumerate(OPTIMIZERS, start=1):
-        console.rule(f"{number} of {len(OPTIMIZERS)}: {LABELS[name]}, {args.nproc} processes", align="left")
-        runs[name] = train(name, args, extra)
+    # Each run says first what it is, on which mesh, and where its parameters live.
+    finished = {name: train(name, args, extra) for name in reversed(OPTIMIZERS)}
+    runs = {name: finished[name] for name in OPTIMIZERS}
 
     baseline = unigram_entropy(read_tokens(split_files(find_files(args.data))[1]))
     picture = args.out / "loss.png"

@@ -64,16 +64,17 @@ class Attention(nn.Module):
         super().__init__()
         if config.width % config.heads:
             raise ValueError(f"width {config.width} is not a multiple of {config.heads} heads")
-        self.heads = config.heads
+        self.head_width = config.width // config.heads
         self.q_proj = nn.Linear(config.width, config.width, bias=False)
         self.k_proj = nn.Linear(config.width, config.width, bias=False)
         self.v_proj = nn.Linear(config.width, config.width, bias=False)
         self.o_proj = nn.Linear(config.width, config.width, bias=False)
-        self.rotary = Rotary(config.width // config.heads, config.seq_len)
+        self.rotary = Rotary(self.head_width, config.seq_len)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:  # B, T, D
         def split_heads(y: torch.Tensor) -> torch.Tensor:
-            return y.unflatten(-1, (self.heads, -1)).transpose(1, 2)  # B, H, T, K
+            # By their width: under tensor parallelism a rank has only some of the heads.
+            return y.unflatten(-1, (-1, self.head_width)).transpose(1, 2)  # B, H, T, K
 
         q = self.rotary(split_heads(self.q_proj(x)))
         k = self.rotary(split_heads(self.k_proj(x)))

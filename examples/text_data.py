@@ -1,7 +1,8 @@
 """Text as bytes, cut into training batches: by default the Python sources of this Python's standard library.
 
-Everything here is deterministic. Files are read in sorted order, and a training batch is a function of
-(seed, step, rank) alone, so a resumed run sees exactly the batches that the first run would have seen.
+Everything here is deterministic. Files are read in sorted order, and the batch of a step is a function of
+(seed, step) alone, of which each data-parallel rank takes its part. So a resumed run sees exactly the batches
+that the first run would have seen, on whatever mesh it goes on.
 """
 
 from __future__ import annotations
@@ -54,31 +55,34 @@ def read_tokens(files: list[Path]) -> np.ndarray:
 
 
 class TextData:
-    """Batches of (inputs, targets), both int64 of shape (batch_size, seq_len), targets one token ahead."""
+    """Batches of (inputs, targets), both int64 of shape (sequences, seq_len), targets one token ahead.
+
+    Of the `batch_size` sequences of a batch, data-parallel rank `rank` of `ranks` gets its equal part.
+    """
 
     def __init__(
-        self, pattern: str | None, *, seq_len: int, batch_size: int, rank: int, world_size: int, seed: int
+        self, pattern: str | None, *, seq_len: int, batch_size: int, rank: int, ranks: int, seed: int
     ) -> None:
         train_files, validation_files = split_files(find_files(pattern))
         self.train, self.validation = read_tokens(train_files), read_tokens(validation_files)
         shortest = min(len(self.train), len(self.validation))
         if shortest <= seq_len:
             raise ValueError(f"a sequence of {seq_len} tokens does not fit: the shorter split has {shortest}")
-        self.seq_len, self.batch_size = seq_len, batch_size
-        self.rank, self.world_size, self.seed = rank, world_size, seed
+        self.seq_len, self.batch_size, self.seed = seq_len, batch_size, seed
+        part = batch_size // ranks
+        self.mine = slice(rank * part, (rank + 1) * part)
 
     def train_batch(self, step: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Random windows of the training text, drawn from a generator of this (seed, step, rank)."""
-        generator = np.random.default_rng([self.seed, step, self.rank])
+        """Random windows of the training text, drawn from a generator of this (seed, step)."""
+        generator = np.random.default_rng([self.seed, step])
         starts = generator.integers(0, len(self.train) - self.seq_len, size=self.batch_size)
-        return self._windows(self.train, starts)
+        return self._windows(self.train, starts[self.mine])
 
     def validation_batch(self, index: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Batch `index` of `count`: the ranks' batches together are windows spread evenly over the text."""
-        total = count * self.world_size * self.batch_size
+        """Batch `index` of `count`: together they are windows spread evenly over the text."""
+        total = count * self.batch_size
         starts = np.linspace(0, len(self.validation) - self.seq_len - 1, num=total).astype(np.int64)
-        first = (index * self.world_size + self.rank) * self.batch_size
-        return self._windows(self.validation, starts[first : first + self.batch_size])
+        return self._windows(self.validation, starts.reshape(count, -1)[index, self.mine])
 
     def _windows(self, tokens: np.ndarray, starts: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         offsets = starts[:, None] + np.arange(self.seq_len + 1)  # B, T + 1

@@ -1,10 +1,10 @@
-"""Train a small GPT on text with FSDP2 and either dmuon or AdamW.
+"""Train a small GPT on text with either dmuon or AdamW, on any of several meshes.
 
     torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon
-    torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon --mesh replicate=2,dp=2
+    torchrun --nproc-per-node 4 examples/train_gpt.py --optimizer dmuon --mesh dp=2,tp=2
     python examples/train_gpt.py --optimizer adamw --steps 50
 
-What dmuon needs is in `build_model_and_optimizer`. Everything else is what any FSDP2 script does.
+What dmuon needs is in `parallel.py`; the loop here is what any training script does.
 """
 
 from __future__ import annotations
@@ -26,34 +26,28 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import dmuon
 from checkpoints import Checkpoints
 from display import Display
-from gpt import GPT, GPTConfig
+from gpt import GPTConfig
 from interrupt import Interrupt
 from metrics import Metrics, plot_losses, read_metrics
+from parallel import (
+    MESH_HELP,
+    build_mesh,
+    build_model_and_optimizer,
+    data_parallel_place,
+    mesh_text,
+    misfit,
+    parse_mesh,
+)
+from placement import where_it_lives
 from text_data import VOCAB_SIZE, TextData, unigram_entropy
 
 INTERRUPTED = 130  # exit status after Ctrl-C, as shells have it
-MESH_FORMS = (("dp",), ("replicate", "dp"))
-
-
-def parse_mesh(text: str) -> dict[str, int]:
-    """`dp=4` or `replicate=2,dp=2` as a dictionary."""
-    try:
-        pairs = [part.split("=") for part in text.split(",")]
-        sizes = {name.strip(): int(size) for name, size in pairs}
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form dp=4 or replicate=2,dp=2") from None
-    if tuple(sizes) not in MESH_FORMS or min(sizes.values()) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither dp=N nor replicate=M,dp=N")
-    return sizes
 
 
 def positive_int(text: str) -> int:
@@ -65,7 +59,7 @@ def positive_int(text: str) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Train a small GPT on text with FSDP2 and dmuon or AdamW. "
+        description="Train a small GPT on text with dmuon or AdamW. "
         "Start it with torchrun, or as one process with plain python.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
@@ -73,12 +67,7 @@ def build_parser() -> argparse.ArgumentParser:
     layout.add_argument(
         "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda if there"
     )
-    layout.add_argument(
-        "--mesh",
-        type=parse_mesh,
-        metavar="SIZES",
-        help="dp=4, or replicate=2,dp=2 for HSDP; default: dp=all ranks",
-    )
+    layout.add_argument("--mesh", type=parse_mesh, metavar="SIZES", help=MESH_HELP)
     layout.add_argument(
         "--dtype",
         choices=("auto", "float32", "bfloat16"),
@@ -108,13 +97,13 @@ def build_parser() -> argparse.ArgumentParser:
     data = parser.add_argument_group("data")
     data.add_argument("--data", metavar="GLOB", help="text files; default: Python's standard library sources")
     data.add_argument("--seq-len", type=positive_int, default=128, help="bytes per sequence")
-    data.add_argument("--batch-size", type=positive_int, default=4, help="sequences per rank and step")
+    data.add_argument("--batch-size", type=positive_int, default=16, help="sequences per step, all ranks")
     data.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
 
     run = parser.add_argument_group("run")
     run.add_argument("--steps", type=positive_int, default=400)
     run.add_argument("--val-every", type=positive_int, default=50, metavar="STEPS")
-    run.add_argument("--val-batches", type=positive_int, default=8, help="validation batches per rank")
+    run.add_argument("--val-batches", type=positive_int, default=8, help="batches of each validation")
     run.add_argument("--checkpoint-every", type=positive_int, default=100, metavar="STEPS")
     run.add_argument(
         "--print-every", type=positive_int, default=20, metavar="STEPS", help="without a terminal"
@@ -148,53 +137,6 @@ def start_distributed(choice: str) -> torch.device:
     return device
 
 
-def build_mesh(sizes: dict[str, int] | None, device: torch.device) -> DeviceMesh:
-    """The device mesh; raises SystemExit where it does not fit the number of processes."""
-    sizes = sizes or {"dp": dist.get_world_size()}
-    if math.prod(sizes.values()) != dist.get_world_size():
-        text = ",".join(f"{name}={size}" for name, size in sizes.items())
-        raise SystemExit(
-            f"--mesh {text} needs {math.prod(sizes.values())} processes, not {dist.get_world_size()}"
-        )
-    return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def is_projection(name: str, param: torch.Tensor) -> bool:
-    """The matrices for Muon: the projections in the layers, not the embedding and not the head."""
-    return "proj" in name and param.ndim == 2
-
-
-def build_model_and_optimizer(
-    args: argparse.Namespace, mesh: DeviceMesh, device: torch.device
-) -> tuple[GPT, Optimizer]:
-    """The sharded model and its optimizer. The dmuon lines are the whole difference between the two."""
-    torch.manual_seed(args.seed)  # the same initial weights on every rank and for either optimizer
-    with device:
-        model = GPT(GPTConfig(VOCAB_SIZE, args.width, args.layers, args.heads, args.seq_len))
-    model.init_weights()
-
-    if args.optimizer == "dmuon":
-        replicate = mesh["replicate"] if mesh.ndim == 2 else None
-        dmuon.dedicate_params(model, mesh["dp"], replicate_mesh=replicate, predicate=is_projection)
-
-    bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
-    for layer in model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
-
-    if args.optimizer == "dmuon":
-        return model, dmuon.Muon(model, lr=args.lr, adamw_lr=args.adamw_lr, weight_decay=args.weight_decay)
-
-    matrices = [param for name, param in model.named_parameters() if is_projection(name, param)]
-    others = [param for name, param in model.named_parameters() if not is_projection(name, param)]
-    groups = [
-        {"params": matrices, "weight_decay": args.weight_decay},
-        {"params": others, "weight_decay": 0.0},
-    ]
-    return model, torch.optim.AdamW(groups, lr=args.adamw_lr, betas=(0.9, 0.95))
-
-
 def learning_rate_factor(step: int, warmup: int, steps: int) -> float:
     """Linear warmup over the first `warmup` steps, then a half cosine down to 0 at `steps`."""
     if step < warmup:
@@ -210,22 +152,16 @@ def next_token_loss(
     return F.cross_entropy(model(inputs).float().flatten(0, 1), targets.flatten())
 
 
-def clip_gradients(model: nn.Module, largest: float) -> float:
-    """Scale the gradients down to a global norm of `largest`; returns the norm they had."""
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), largest)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
-
-
 @torch.no_grad()
 def validate(model: nn.Module, data: TextData, count: int, device: torch.device) -> float:
-    """Mean loss over `count` validation batches of every rank."""
+    """Mean loss over `count` validation batches."""
     model.eval()
     total = torch.zeros((), device=device)
     for index in range(count):
         total += next_token_loss(model, data.validation_batch(index, count), device)
     model.train()
     dist.all_reduce(total)
-    return total.item() / (count * dist.get_world_size())
+    return total.item() / (count * dist.get_world_size())  # a mean over equal parts, as in `agree`
 
 
 def prepare_out(args: argparse.Namespace, checkpoints: Checkpoints) -> int:
@@ -235,8 +171,14 @@ def prepare_out(args: argparse.Namespace, checkpoints: Checkpoints) -> int:
         answer = [start_step(args, checkpoints)]
     dist.broadcast_object_list(answer)
     if isinstance(answer[0], str):
-        raise SystemExit(answer[0] if dist.get_rank() == 0 else 2)
-    return answer[0]
+        refuse(answer[0])
+    return int(answer[0])
+
+
+def refuse(reason: str) -> None:
+    """End every rank, the first one with the reason; nothing happens if that is empty."""
+    if reason:
+        raise SystemExit(reason if dist.get_rank() == 0 else 2)
 
 
 def start_step(args: argparse.Namespace, checkpoints: Checkpoints) -> int | str:
@@ -277,7 +219,7 @@ def train_step(
     """One update; returns this rank's loss and what is worth recording."""
     loss = next_token_loss(model, batch, device)
     loss.backward()
-    norm = clip_gradients(model, clip)
+    norm = float(dmuon.clip_grad_norm_(model, clip))  # over all meshes that the gradients lie on
     lr = float(scheduler.get_last_lr()[0])
     optimizer.step()
     optimizer.zero_grad()
@@ -288,6 +230,7 @@ def train_step(
 def agree(loss: torch.Tensor, stop: bool) -> tuple[float, bool]:
     """The mean loss over the ranks, and whether any of them wants to stop, in one tiny all-reduce.
 
+    Each data-parallel rank counts once per rank of its TP group, so this is the mean over the batch.
     A signal reaches the ranks at different moments; this way all stop after the same step.
     """
     shared = torch.stack((loss, torch.full_like(loss, float(stop))))
@@ -299,27 +242,33 @@ def agree(loss: torch.Tensor, stop: bool) -> tuple[float, bool]:
 def train(args: argparse.Namespace, device: torch.device) -> int:
     """The whole run; returns the exit status."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    mesh = build_mesh(args.mesh, device)
+    sizes = args.mesh or {"dp": world_size}
+    gpt = GPTConfig(VOCAB_SIZE, args.width, args.layers, args.heads, args.seq_len)
+    refuse(misfit(sizes, world_size, args.batch_size, args.optimizer, gpt))
+    mesh = build_mesh(sizes, device)
     checkpoints = Checkpoints(args.out / "checkpoints")
     start = prepare_out(args, checkpoints)
+    model, optimizer = build_model_and_optimizer(args, gpt, mesh, device)
+    display = Display(args.optimizer, start, args.steps, args.print_every, shown=rank == 0)
+    display.say(f"{args.optimizer} on {mesh_text(sizes)}: {where_it_lives(model, args.optimizer)}")
+
+    place, places = data_parallel_place(mesh)
     data = TextData(
         args.data,
         seq_len=args.seq_len,
         batch_size=args.batch_size,
-        rank=rank,
-        world_size=world_size,
+        rank=place,
+        ranks=places,
         seed=args.seed,
     )
-    model, optimizer = build_model_and_optimizer(args, mesh, device)
     scheduler = LambdaLR(optimizer, lambda step: learning_rate_factor(step, args.warmup, args.steps))
     if start:
         checkpoints.load(start, model, optimizer, scheduler)
 
-    display = Display(args.optimizer, start, args.steps, args.print_every, shown=rank == 0)
     if args.optimizer == "dmuon":
         display.say(str(dmuon.summary(model)))
     size = sum(param.numel() for param in model.parameters())
-    tokens = world_size * args.batch_size * args.seq_len
+    tokens = args.batch_size * args.seq_len
     display.say(
         f"{args.optimizer}: {size:,} parameters, {world_size} processes on {device.type}, "
         f"{tokens:,} bytes a step of {len(data.train):,} bytes of training text"

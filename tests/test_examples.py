@@ -4,6 +4,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -19,11 +20,16 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ranks import Ranks, RanksFailed
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
+CPU = torch.device("cpu")
 PROCESSES = 2
 TIMEOUT = 240  # seconds for one run of a script, on a machine that is busy with other things
 TEXT = str(EXAMPLES / "*.py")  # quicker to read than the standard library
-SIZES = {"width": 32, "layers": 2, "heads": 2, "seq-len": 32, "batch-size": 2, "val-batches": 2}
+SIZES = {"width": 32, "layers": 2, "heads": 2, "seq-len": 32, "batch-size": 4, "val-batches": 2}
+FSDP_MESHES = ("dp=4", "replicate=2,dp=2", "dp=2,tp=2", "replicate=2,dp=1,tp=2")
+DDP_MESHES = ("ddp=4", "ddp=2,tp=2")
 TINY = [f"--{name}={size}" for name, size in SIZES.items()] + ["--device=cpu", f"--data={TEXT}"]
 
 Import = Callable[[str], ModuleType]
@@ -56,7 +62,7 @@ def test_gpt_starts_on_the_meta_device_and_knows_nothing_at_first(example: Impor
 
 
 def test_projections_are_the_layers_matrices_and_nothing_else(example: Import) -> None:
-    model, is_projection = tiny_gpt(example), example("train_gpt").is_projection
+    model, is_projection = tiny_gpt(example), example("parallel").is_projection
     chosen = {name for name, param in model.named_parameters() if is_projection(name, param)}
     assert chosen == {
         name for name, param in model.named_parameters() if "layers." in name and param.ndim == 2
@@ -91,11 +97,11 @@ def test_rotary_scores_depend_on_the_distance_alone(example: Import) -> None:
 
 
 def data(example: Import, **changes: int) -> Any:
-    settings = {"seq_len": 32, "batch_size": 3, "rank": 0, "world_size": 2, "seed": 0} | changes
+    settings = {"seq_len": 32, "batch_size": 6, "rank": 0, "ranks": 2, "seed": 0} | changes
     return example("text_data").TextData(TEXT, **settings)
 
 
-def test_batches_follow_from_seed_step_and_rank(example: Import) -> None:
+def test_batches_follow_from_seed_and_step(example: Import) -> None:
     inputs, targets = data(example).train_batch(5)
     assert inputs.shape == targets.shape == (3, 32)
     assert torch.equal(inputs[:, 1:], targets[:, :-1])
@@ -103,6 +109,16 @@ def test_batches_follow_from_seed_step_and_rank(example: Import) -> None:
     for other in (data(example, rank=1), data(example, seed=1)):
         assert not torch.equal(inputs, other.train_batch(5)[0])
     assert not torch.equal(inputs, data(example).train_batch(6)[0])
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_ranks_divide_the_batch_that_one_process_has(example: Import, ranks: int) -> None:
+    parts = [data(example, rank=rank, ranks=ranks) for rank in range(ranks)]
+    whole = data(example, ranks=1)
+    assert torch.equal(torch.cat([part.train_batch(5)[0] for part in parts]), whole.train_batch(5)[0])
+    for index in range(4):
+        windows = torch.cat([part.validation_batch(index, 4)[1] for part in parts])
+        assert torch.equal(windows, whole.validation_batch(index, 4)[1])
 
 
 def test_validation_windows_of_the_ranks_are_disjoint_and_cover_the_text(example: Import) -> None:
@@ -140,12 +156,66 @@ def test_unigram_entropy(example: Import) -> None:
 
 
 def test_mesh_option(example: Import) -> None:
-    parse_mesh = example("train_gpt").parse_mesh
-    assert parse_mesh("dp=4") == {"dp": 4}
-    assert parse_mesh("replicate=2,dp=3") == {"replicate": 2, "dp": 3}
-    for wrong in ("4", "dp=", "dp=0", "tp=2", "dp=2,replicate=2", "dp=2,tp=2"):
-        with pytest.raises(argparse.ArgumentTypeError, match="dp="):
-            parse_mesh(wrong)
+    parallel = example("parallel")
+    for text in FSDP_MESHES + DDP_MESHES + ("dp=3", "replicate=2,dp=3"):
+        assert parallel.mesh_text(parallel.parse_mesh(text)) == text
+    assert list(parallel.parse_mesh("replicate=2, dp=3,tp=4").items()) == [
+        ("replicate", 2),
+        ("dp", 3),
+        ("tp", 4),
+    ]
+    for wrong in (
+        "",
+        "4",
+        "dp=",
+        "dp=0",
+        "dp=2,tp=-1",
+        "tp=2",
+        "dp=2,replicate=2",
+        "tp=2,dp=2",
+        "replicate=2,ddp=2",
+    ):
+        with pytest.raises(argparse.ArgumentTypeError) as refusal:
+            parallel.parse_mesh(wrong)
+        assert all(form in str(refusal.value) for form in parallel.MESH_FORMS)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "optimizer", "words"),
+    [
+        ("dp=2,tp=3", "dmuon", "needs 6 processes, not 4"),
+        ("replicate=2,dp=2", "dmuon", "multiple of 4, not 6"),
+        ("dp=1,tp=4", "adamw", "2 heads.*multiples of 4"),
+        ("ddp=2,tp=2", "adamw", "DistributedDataParallel.*dp in place of ddp"),
+        ("ddp=2,tp=2", "dmuon", "^$"),
+        ("dp=2,tp=2", "adamw", "^$"),
+    ],
+)
+def test_a_mesh_that_does_not_fit_is_refused(example: Import, mesh: str, optimizer: str, words: str) -> None:
+    parallel, gpt = example("parallel"), example("gpt").GPTConfig(width=32, heads=2)
+    why = parallel.misfit(parallel.parse_mesh(mesh), 4, 6, optimizer, gpt)
+    assert re.search(words, why)
+
+
+def test_feed_forward_units_are_cut_evenly(example: Import) -> None:
+    gpt = example("gpt").GPTConfig(width=192, heads=3)
+    assert gpt.hidden % 3 != 0
+    assert "512 feed-forward units" in example("parallel").misfit({"dp": 1, "tp": 3}, 3, 4, "dmuon", gpt)
+
+
+def test_comparison_refuses_a_mesh_without_a_baseline(example: Import) -> None:
+    compare = example("compare")
+    assert compare.comparable_mesh("dp=2,tp=2") == {"dp": 2, "tp": 2}
+    with pytest.raises(argparse.ArgumentTypeError, match="plain AdamW"):
+        compare.comparable_mesh("ddp=2,tp=2")
+
+
+def test_names_are_shortened(example: Import) -> None:
+    placement = example("placement")
+    assert placement.layer_of("layers.3.mlp.up_proj.weight") == "layers.3"
+    assert placement.layer_of("head.weight") == "head.weight"
+    names = ["layers.0.norm.weight", "layers.10.norm.weight", "head.weight", "experts.1.2.bias"]
+    assert placement.templates(names) == ["layers.*.norm", "head", "experts.*.*.bias"]
 
 
 def test_learning_rate_rises_then_falls_to_nothing(example: Import) -> None:
@@ -191,7 +261,7 @@ def test_comparison_table(example: Import) -> None:
     assert compare.steps_to_reach(runs["dmuon"], -1.0) is None
 
 
-# The scripts
+# Starting the scripts
 
 
 def torchrun(script: str, *options: str) -> list[str]:
@@ -226,11 +296,92 @@ def losses(out: Path) -> list[tuple[int, str, float]]:
     ]
 
 
+# Every mesh, in processes that have torch imported already
+
+
+def train_here(folder: Path, *options: str) -> int:
+    """Run `train_gpt.py` in the process group that is there; returns its exit status."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    sys.path.append(str(EXAMPLES))
+    import train_gpt
+
+    schedule = ["--steps=6", "--checkpoint-every=3", "--val-every=3", "--warmup=2", f"--out={folder}"]
+    try:
+        return int(train_gpt.train(train_gpt.build_parser().parse_args([*TINY, *schedule, *options]), CPU))
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.fixture(scope="module", params=["dmuon", "adamw"])
+def one_process(request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: Any) -> tuple[str, Path]:
+    """An optimizer, and the folder of its run on one process."""
+    folder = tmp_path_factory.mktemp(request.param)
+    assert ranks(1, train_here, folder, f"--optimizer={request.param}") == [0]
+    return request.param, folder
+
+
+def same_losses(mine: list[tuple[int, str, float]], theirs: list[tuple[int, str, float]]) -> None:
+    assert [entry[:2] for entry in mine] == [entry[:2] for entry in theirs]
+    assert [entry[2] for entry in mine] == pytest.approx([entry[2] for entry in theirs], abs=1e-4)
+
+
+@pytest.mark.parametrize("mesh", FSDP_MESHES)
+def test_training_on_a_mesh_is_that_of_one_process(
+    one_process: tuple[str, Path], ranks: Ranks, mesh: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    optimizer, reference = one_process
+    expected = losses(reference)
+    assert expected[-1][2] < expected[0][2] - 0.1  # it learns, so equal losses say something
+
+    options = [f"--optimizer={optimizer}", f"--mesh={mesh}"]
+    assert ranks(4, train_here, tmp_path, *options, timeout=TIMEOUT, group_timeout=TIMEOUT) == [0] * 4
+    same_losses(losses(tmp_path), expected)
+    shown = capsys.readouterr().out.splitlines()
+    line = next(line for line in shown if line.startswith(f"{optimizer} on {mesh}: "))
+    if optimizer == "dmuon":
+        owners = " ".join(re.findall(r"ranks? (\S+) owns?", line))
+        assert sorted(re.findall(r"\d", owners)) == ["0", "1", "2", "3"]
+        tp_owners = [int(count) for count in re.findall(r"rank \d of (\d+)", line)]
+        assert (len(tp_owners), sum(tp_owners)) == ((4, 14) if "tp" in mesh else (0, 0))
+
+    # From the checkpoint of this mesh, one process goes on as if the run had always been its own.
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    assert ranks(1, train_here, tmp_path, f"--optimizer={optimizer}", "--resume") == [0]
+    same_losses(losses(tmp_path), expected)
+
+
+@pytest.mark.parametrize("mesh", FSDP_MESHES)
+def test_a_run_goes_on_on_another_mesh(
+    one_process: tuple[str, Path], ranks: Ranks, mesh: str, tmp_path: Path
+) -> None:
+    optimizer, reference = one_process
+    shutil.copytree(reference, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / "step-00000006")
+    options = [f"--optimizer={optimizer}", f"--mesh={mesh}", "--resume"]
+    assert ranks(4, train_here, tmp_path, *options, timeout=TIMEOUT, group_timeout=TIMEOUT) == [0] * 4
+    same_losses(losses(tmp_path), losses(reference))
+
+
+def test_every_rank_refuses_what_does_not_fit(ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RanksFailed) as refusal:
+        ranks(2, train_here, tmp_path, "--mesh=dp=1,tp=2", "--heads=1")
+    assert set(refusal.value.failed) == {0, 1}
+    assert str(refusal.value).count("SystemExit: --mesh dp=1,tp=2 gives 2 ranks an equal part") == 1
+    assert not list(tmp_path.iterdir())
+
+
+# The scripts as they are started
+
+
 @pytest.mark.parametrize("script", ["train_gpt.py", "compare.py"])
 def test_help_names_the_options(script: str) -> None:
     text = succeed([sys.executable, str(EXAMPLES / script), "--help"])
     assert "--data" in text
     assert "(default: " in text
+    if script == "train_gpt.py":
+        assert all(mesh in text for mesh in FSDP_MESHES + DDP_MESHES)
 
 
 def test_plain_python_is_one_process_and_refuses_a_larger_mesh(tmp_path: Path) -> None:
@@ -241,16 +392,19 @@ def test_plain_python_is_one_process_and_refuses_a_larger_mesh(tmp_path: Path) -
 
 
 def test_comparison_runs_and_a_run_resumes_exactly(tmp_path: Path) -> None:
-    schedule = ["--steps", "6", "--val-every", "2", "--print-every", "2"]
+    schedule, mesh = ["--steps", "6", "--val-every", "2", "--print-every", "2"], ["--mesh", "dp=1,tp=2"]
     compare = [
         sys.executable,
         str(EXAMPLES / "compare.py"),
-        "--nproc",
-        str(PROCESSES),
+        *mesh,
         "--out",
         str(tmp_path),
     ]
     shown = succeed([*compare, *schedule, *TINY, "--checkpoint-every", "3"])
+    first = shown.splitlines()[0]
+    assert first.startswith(
+        "dmuon on dp=1,tp=2: Muon has 14 matrices: ranks 0+1 own layers.0, layers.1 (TP owners:"
+    )
     assert "median time per step" in shown
     for picture in (tmp_path / "loss.png", tmp_path / "adamw/loss.png", tmp_path / "dmuon/loss.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -264,7 +418,7 @@ def test_comparison_runs_and_a_run_resumes_exactly(tmp_path: Path) -> None:
     shutil.rmtree(checkpoints / "step-00000006")
     (checkpoints / "step-00000006.unfinished").mkdir()  # as if the last save had been cut short
     resume = ["--optimizer", "dmuon", "--out", str(tmp_path / "dmuon"), "--resume"]
-    succeed(torchrun("train_gpt.py", *schedule, *TINY, *resume))
+    succeed(torchrun("train_gpt.py", *schedule, *mesh, *TINY, *resume))
     assert losses(tmp_path / "dmuon") == dmuon
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
 

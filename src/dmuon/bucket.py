@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 
 from .channels import Channels
 from .comm import Pending, packed_offsets
@@ -16,7 +17,7 @@ from .exchange import Cut, Exchange
 from .layout import DataParallelLayout, Owner
 from .parameter import DedicatedParam, Version
 from .pipeline import Operation, Stages
-from .tensor_parallel import TensorParallel, local_gradient
+from .tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -194,7 +195,8 @@ class Bucket:
     def reduce(self) -> Stages[HandOver]:
         """Average the gradients to the owner; yields each collective it has to wait for, one per stage.
 
-        Stages: reduce along the row, reduce along the owner's column, exchange within the owner row.
+        Stages: reduce along the row, reduce along the owner's column, and within the owner row: sum over the
+        copies that tensor parallelism keeps, exchange.
 
         Behind the packed gradients, the buffer has one element per parameter that counts the ranks which had
         a gradient: the only way to tell "zero" from "none" afterwards. Returns what remains to be done at the
@@ -226,6 +228,7 @@ class Bucket:
             buffer[:total].div_(self.layout.size)
         if not self.in_owner_row:
             return partial(_hand_over, params, {}, [None] * len(params))  # and lets go of the buffer
+        yield self._sum_copies(buffer)
         counts = buffer[total:]
         whole = dict(zip(params, views, strict=True))
         if self.is_cut and not self.in_pieces:
@@ -235,6 +238,12 @@ class Bucket:
             counts = counts.clone()
         seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
         return partial(_hand_over, params, whole, seen)
+
+    def _sum_copies(self, buffer: torch.Tensor) -> Pending:
+        tp = self.params[0].tp
+        if tp is None or len(tp.copies) == 1:
+            return Pending.nothing()
+        return self._channels.sum_copies[tp.copies].all_reduce(buffer, self.label)
 
     def _pack(
         self, params: Sequence[DedicatedParam], views: Sequence[torch.Tensor], counts: torch.Tensor
@@ -426,12 +435,13 @@ def _hand_over(
 
 
 def _take_gradient(param: DedicatedParam) -> torch.Tensor | None:
-    """The gradient of the gathered parameter, as this rank's piece; the parameter loses it."""
+    """The gradient of the gathered parameter, as an addend of this rank's piece; the parameter loses it."""
     assert param.gathered is not None
     gradient, param.gathered.grad = param.gathered.grad, None
-    if gradient is None:
-        return None
-    return local_gradient(gradient, param.tp.placements if param.tp is not None else None)
+    if isinstance(gradient, DTensor):
+        assert param.tp is not None
+        return param.tp.addend(gradient)
+    return gradient
 
 
 def _or_zeros(whole: torch.Tensor | None, param: DedicatedParam) -> torch.Tensor:

@@ -28,6 +28,7 @@ class Channels:
         gather: weights, from the owner to its row.
         reduce: gradients, from the row to the owner's column.
         reduce_replicas: gradients, from the owner's column to the owner.
+        sum_copies: gradients, over the ranks of the owner row that hold the same piece; by these ranks.
         exchange: gradients (or Gram matrices), from the owner row's pieces to the TP owners; by the ranks of
             the TP group.
         publish_exchange: updates (or factors), from the TP owners to the owner row's pieces.
@@ -65,9 +66,13 @@ class Channels:
         copies_group = row_group if layout.replicated else column_group
         self.publish = self._channel("publish", layout.publish_ranks, copies_group)
         self.base = self._channel("base", row, row_group) if replicates_base else None
+        self.sum_copies: dict[tuple[int, ...], Channel] = {}
         self.exchange: dict[tuple[int, ...], Channel] = {}
         self.publish_exchange: dict[tuple[int, ...], Channel] = {}
         for param in params:  # in module order, so that all ranks make their groups in the same order
+            if param.tp is not None and len(param.tp.copies) > 1 and param.tp.copies not in self.sum_copies:
+                ranks = param.tp.copies
+                self.sum_copies[ranks] = self._channel("sum_copies", ranks, param.tp.shared_group(ranks))
             if param.tp is not None and param.is_cut and param.tp.ranks not in self.exchange:
                 ranks = param.tp.ranks
                 self.exchange[ranks] = self._channel("exchange", ranks, param.tp_group)

@@ -126,7 +126,8 @@ class DedicatedGroup:
         for param in self.params:
             slot = param.layout.slot_of(param.coordinate)
             cut_into = param.tp.ranks if param.tp is not None and param.is_cut else ()
-            key = (slot, str(param.resting.dtype), cut_into, param.in_pieces)
+            copies = param.tp.copies if param.tp is not None and len(param.tp.copies) > 1 else ()
+            key = (slot, str(param.resting.dtype), cut_into, copies, param.in_pieces)
             by_key.setdefault(key, []).append(param)
         self.buckets = [
             Bucket(params, self._channels, self.precision, f"group {self.name!r}, owner slot {key[0]}")

@@ -161,9 +161,7 @@ class DedicatedParam:
         """The process group of the ranks that hold the pieces; None if it is not cut, or by several dims."""
         if self.tp is None or not self.is_cut:
             return None
-        groups = [g for g in self.tp.mesh.get_all_groups() if g.size() == self.tp.size]
-        same = [g for g in groups if tuple(dist.get_process_group_ranks(g)) == self.tp.ranks]
-        return same[0] if same else None
+        return self.tp.shared_group(self.tp.ranks)
 
     @property
     def piece_shape(self) -> torch.Size:

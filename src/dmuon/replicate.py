@@ -22,7 +22,6 @@ from torch.nn.parallel import DistributedDataParallel
 from .comm import Channel, Pending, packed_offsets
 from .layout import DataParallelLayout, wrap_local
 from .parameter import local_part
-from .tensor_parallel import local_gradient
 
 _BUCKET_BYTES = 25 * 2**20  # as for torch's DDP
 
@@ -193,10 +192,18 @@ def _pack(tensors: list[Any]) -> Iterator[list[Any]]:
 
 
 def _take_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """This rank's part of the gradient, cut as the parameter is; the parameter loses it.
+
+    As under FSDP2, collective over the tensor-parallel ranks where it comes as a Partial sum (under sequence
+    parallelism), or cut otherwise.
+    """
     gradient, param.grad = param.grad, None
-    if gradient is None:
-        return None
-    return local_gradient(gradient, param.placements if isinstance(param, DTensor) else None)
+    if isinstance(gradient, DTensor):
+        assert isinstance(param, DTensor)
+        if gradient.placements != param.placements:
+            gradient = gradient.redistribute(placements=param.placements)
+        return gradient._local_tensor
+    return gradient
 
 
 def _add_gradient(param: nn.Parameter, average: torch.Tensor) -> None:
