@@ -368,7 +368,7 @@ def refusals() -> list[str]:
     messages = []
 
     def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
-        with pytest.raises(ValueError, match=r"dmuon|mesh|process_group") as caught:
+        with pytest.raises(ValueError, match=r"dmuon|mesh|process_group|already") as caught:
             fn(*args, **kwargs)
         messages.append(str(caught.value))
 
