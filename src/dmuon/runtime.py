@@ -48,6 +48,7 @@ class Options:
     precision: Precision | None  # None: follow the enclosing FSDP2 module
     hook_boundary: Callable[[str, nn.Module], bool] | None  # None: follow fully_shard, else the blocks
     process_groups: ProcessGroups
+    master_dtype: torch.dtype | None = None  # of weights at rest; None: the model's
     reuse_gather: bool = False  # keep the buffers of exchanges towards the TP owners
     reuse_scatter: bool = False  # and of those back
 
@@ -446,9 +447,7 @@ class Runtime:
         """
         for group in self.groups:
             for param in group.params:
-                master = param.resting.dtype
-                reduce = group.precision.reduce or group.precision.compute or master
-                in_pieces = chooses(param, reduce, master)
+                in_pieces = chooses(param, group.precision.reduce_dtype(param), param.resting.dtype)
                 if in_pieces != param.in_pieces and group.ran:
                     raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
                 param.in_pieces = in_pieces

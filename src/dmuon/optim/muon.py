@@ -150,6 +150,7 @@ class Muon(Optimizer):
         self._runtime.keep_in_pieces(partial(chooses, gram_policy))
         checkpoint.install_optimizer_hooks(self)
         logger.info("%s", summary(model))
+        self._warn_of_rounding()
 
     # Groups
 
@@ -219,6 +220,18 @@ class Muon(Optimizer):
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
         return self._runtime.record_of(param)
+
+    def _warn_of_rounding(self) -> None:
+        coarse = [p for p in self._runtime.params if torch.finfo(p.resting.dtype).bits < 32]
+        if coarse:
+            logger.warning(
+                "%d dedicated parameters (%s, ...) are kept in %s: updates much smaller than the weights are "
+                "lost in rounding. Pass master_dtype=torch.float32 to dedicate_params, or keep the model in "
+                "float32 and give fully_shard a MixedPrecisionPolicy.",
+                len(coarse),
+                coarse[0].param_name,
+                coarse[0].resting.dtype,
+            )
 
     def _check_base_parameters(self) -> None:
         """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence."""
