@@ -64,7 +64,8 @@ def dedicate_params(
         model: the whole model, before `fully_shard`.
         mesh: the data-parallel mesh that `fully_shard` will be given: one dim, or two,
             `(replicate, shard)`, for HSDP.
-        predicate: `predicate(name, parameter) -> bool` chooses the parameters, by fully qualified name. By
+        predicate: `predicate(name, parameter) -> bool` chooses the parameters, by fully qualified name
+            (without what `torch.compile` and checkpoint wrappers put in between, as in checkpoints). By
             default, every 2-D weight of a hidden layer: no embedding, no head, no tied weight, no vector.
             Frozen parameters are never dedicated.
         replicate_mesh: for HSDP, the mesh dim that replicates, from the same root mesh as `mesh`, which is
@@ -243,7 +244,7 @@ def _dedicate(
     Runtime(model, layout, params, options)
     install_model_hooks(params)
     if layout.replicated:
-        hide_from_ddp(model, [param.param_name for param in params])
+        hide_from_ddp(model, [candidate.path for candidate in chosen])
     return params
 
 
@@ -415,7 +416,7 @@ def _matrices(model: nn.Module, chosen: list[Candidate]) -> list[Matrix]:
     numbers: dict[str | None, int] = {}
     matrices = []
     for candidate in chosen:
-        block = base.enclosing(candidate.name.rpartition(".")[0], blocks)
+        block = base.enclosing(candidate.path.rpartition(".")[0], blocks)
         rows, cols = candidate.param.shape
         matrices.append(
             Matrix(

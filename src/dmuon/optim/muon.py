@@ -19,6 +19,7 @@ from ..inspect import summary
 from ..parameter import DedicatedParam
 from ..replicate import ddp_around, ddp_ranks
 from ..runtime import find_runtime
+from ..selection import clean_name
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
 from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
@@ -112,7 +113,7 @@ class Muon(Optimizer):
         self._runtime.check()
         base.reshard(model)
         self._model = model
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self._verified = False
         self.replicate_async = replicate_async
         self.momentum_dtype = _check_dtype("momentum_dtype", momentum_dtype)
@@ -172,6 +173,8 @@ class Muon(Optimizer):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
         by_name = dict(self._model.named_parameters())
+        by_name |= dict(self._runtime.model.named_parameters())  # inside a wrapper
+        by_name |= {clean_name(name): param for name, param in by_name.items()}
         given = group["params"]
         given = [given] if isinstance(given, (torch.Tensor, str)) else list(given)
         params = []
