@@ -172,7 +172,7 @@ def test_scripts_run_as_written(ranks, program):
 def text_of(node: ast.expr) -> str:
     """A string as the documentation quotes it: `...` where values stand."""
     if isinstance(node, ast.Constant):
-        return str(node.value)
+        return re.sub(r"%[ds]", "...", str(node.value))  # for logging
     if isinstance(node, ast.JoinedStr):
         return "".join(text_of(value) for value in node.values)
     return "..."
