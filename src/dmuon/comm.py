@@ -12,7 +12,8 @@ streams, whose only gain would be to move the packing copies off the compute str
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -43,6 +44,22 @@ class Traffic:
         self.bytes.clear()
 
 
+@contextlib.contextmanager
+def explained(collective: str, rule: str) -> Iterator[None]:
+    """Say of a collective that fails inside which one it was, and the rule for reaching it.
+
+    Raises:
+        RuntimeError: for any of torch's errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"dmuon: {collective} failed on rank {dist.get_rank()}. Either a rank has died, or not all ranks "
+            f"reached this collective: {rule}."
+        ) from error
+
+
 class Pending:
     """A collective in flight. Keeps its buffers alive until it is waited for."""
 
@@ -58,13 +75,8 @@ class Pending:
             RuntimeError: if the collective failed or timed out; it names the collective and the group.
         """
         if self._work is not None:
-            try:
+            with explained(self._label, "what one rank gathers, all must gather"):
                 self._work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"dmuon: {self._label} failed on rank {dist.get_rank()}. Either a rank has died, or not "
-                    "all ranks reached this collective: what one rank gathers, all must gather."
-                ) from error
         self._work = self._buffers = None
 
     @classmethod
