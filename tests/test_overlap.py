@@ -5,8 +5,13 @@ model waits in its backward until those in flight are over, so that what is left
 """
 
 import contextlib
+import importlib.util
+import itertools
+import json
+import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +25,7 @@ from dmuon.runtime import find_runtime
 from dmuon.timeline import Interval
 from layouts import Layer, Model, Sizes, build, distribute, loss_of
 
+EXAMPLES = Path(__file__).parent.parent / "examples"
 WIDTH, HIDDEN, DEPTH = 48, 130, 6
 PATIENCE = 30.0  # seconds; a collective that is not over by then never will be
 
@@ -234,3 +240,57 @@ def test_every_collective_inside_the_block_is_recorded(ranks, sizes):
     for counted, recorded in ranks(4, recorded_phases, sizes):
         assert counted == recorded
         assert len(recorded) >= 2
+
+
+# The example that draws it
+
+
+def trace_here(*options: str) -> None:
+    """Run `trace.py` in the process group that is there."""
+    spec = importlib.util.spec_from_file_location("trace_example", EXAMPLES / "trace.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look their module up
+    sys.path.append(str(EXAMPLES))
+    try:
+        spec.loader.exec_module(module)
+        module.run(module.build_parser().parse_args(options), torch.device("cpu"))
+    finally:
+        sys.path.remove(str(EXAMPLES))
+        del sys.modules[spec.name]
+
+
+def test_the_example_writes_a_trace(ranks, tmp_path, capsys):
+    out = tmp_path / "folder" / "trace.json"
+    sizes = ["--width=64", "--layers=3", "--seq-len=32", "--batch-size=8", "--warmup=1"]
+    ranks(4, trace_here, "--mesh=dp=2,tp=2", *sizes, f"--data={EXAMPLES / '*.py'}", f"--out={out}")
+    assert list(out.parent.iterdir()) == [out]  # one rank's
+    events = [e for e in json.loads(out.read_text())["traceEvents"] if e.get("ph") == "X"]
+    times = {e["name"]: (e["ts"], e["ts"] + e["dur"]) for e in events if e.get("cat") == "user_annotation"}
+    (begin, end), (_, step), (last, _) = times["backward"], times["step"], times["next forward"]
+    assert begin < end < step < last
+
+    ours = [e for e in events if e.get("cat") == "dmuon"]
+    by_phase: dict[str, list[dict]] = {}
+    for event in ours:
+        by_phase.setdefault(event["name"].split(" ")[0], []).append(event)
+    assert set(by_phase) == {f"dmuon::{p}" for p in ("gather", "reduce", "exchange", "publish_exchange")}
+    for phase in ("dmuon::reduce", "dmuon::exchange"):
+        for event in by_phase[phase]:
+            assert begin < event["ts"] < event["ts"] + event["dur"] < end, event
+    assert all(event["ts"] > end for event in by_phase["dmuon::publish_exchange"])
+    for event in ours:  # near where the profiler, which has a clock of its own, saw it being issued
+        issued = [e["ts"] for e in events if e["name"] == event["name"] and e.get("cat") != "dmuon"]
+        assert min(abs(event["ts"] - moment) for moment in issued) < 1e6
+    for track in {event["tid"] for event in ours}:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in ours if e["tid"] == track)
+        assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+
+    rows = {}
+    for line in capsys.readouterr().out.splitlines():
+        cells = [cell.strip() for cell in line.strip("│").split("│")]
+        rows[cells[0]] = cells[1:]
+    count, total, forward, backward, *others = rows["exchange"]
+    assert int(count) == len(by_phase["dmuon::exchange"])
+    assert total == backward
+    assert {float(time) for time in (forward, *others)} == {0}
+    assert rows["publish_exchange"][2:4] == ["0.0", "0.0"]
