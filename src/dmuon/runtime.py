@@ -48,6 +48,7 @@ class Options:
     precision: Precision | None  # None: follow the enclosing FSDP2 module
     hook_boundary: Callable[[str, nn.Module], bool] | None  # None: follow fully_shard, else the blocks
     process_groups: ProcessGroups
+    master_dtype: torch.dtype | None = None  # of weights at rest; None: the model's
     reuse_gather: bool = False  # keep the buffers of exchanges towards the TP owners
     reuse_scatter: bool = False  # and of those back
 
@@ -71,9 +72,11 @@ class Runtime:
         self.replicas: Replicas | None = None  # the base parameters, where `replicate` is to care for them
         self.traffic = Traffic()
         self._by_resting = {id(param.resting): param for param in params}
+        self._scheduled_by: dict[DedicatedGroup, nn.Module | None] = {}  # the module of FSDP2 that it follows
         self._next_group: dict[DedicatedGroup, DedicatedGroup] = {}  # as last seen in a forward
         self._last_group: DedicatedGroup | None = None  # of the forward under way
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
+        self.no_sync_depth = 0  # how many `no_sync` are around
         self._unfinished = False  # a backward has begun and its end has not been reached
         self._reductions: Pipeline[HandOver] = Pipeline()
         self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
@@ -87,9 +90,9 @@ class Runtime:
             attributes.setdefault(param.module, set()).add(param.attribute)
         for module, names in attributes.items():
             base.hide_from_fully_shard(module, names)
-        model.register_forward_pre_hook(self._root_pre_forward)
+        model.register_forward_pre_hook(_untraced(self._root_pre_forward))
         if layout.replicated:
-            model.register_forward_hook(self._root_post_forward)
+            model.register_forward_hook(_untraced(self._root_post_forward))
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise TypeError(
@@ -120,9 +123,9 @@ class Runtime:
         self.check()
         boundaries = self._boundaries()
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
+        paths = self._paths()
         for param in self.params:
-            holder = param.param_name.rpartition(".")[0]
-            members[base.enclosing(holder, boundaries) or ""].append(param)
+            members[base.enclosing(paths[param.module], boundaries) or ""].append(param)
         channels = Channels(
             self.layout,
             self.params,
@@ -155,6 +158,7 @@ class Runtime:
             param.refresh()
         ours = self.layout.mesh.mesh.flatten().tolist()
         sharded = base.sharded_modules(self.model)
+        paths = self._paths()
         if sharded and self.layout.replicated:
             raise ValueError(
                 f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
@@ -162,7 +166,7 @@ class Runtime:
                 "dmuon.replicate in its place."
             )
         for param in self.params:
-            around = base.enclosing(param.param_name.rpartition(".")[0], sharded)
+            around = base.enclosing(paths[param.module], sharded)
             theirs = base.data_parallel_ranks(sharded[around]) if around is not None else None
             if theirs is not None and sorted(theirs) != sorted(ours):
                 raise ValueError(
@@ -170,6 +174,10 @@ class Runtime:
                     f"to fully_shard with one of the ranks {theirs}. Give both the same data-parallel mesh; "
                     'for HSDP, dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"]).'
                 )
+
+    def _paths(self) -> dict[nn.Module, str]:
+        """Where each module stands now: wrappers may have come in between since `dedicate_params`."""
+        return {module: name for name, module in self.model.named_modules()}
 
     def _boundaries(self) -> dict[str, nn.Module]:
         """Modules at whose forward a group is gathered, by name, in module order; always with the root."""
@@ -202,11 +210,13 @@ class Runtime:
             policy = base.mixed_precision(sharded[around]) if around is not None else None
             precision = Precision(policy.param_dtype, policy.reduce_dtype) if policy else Precision()
         group = DedicatedGroup(name, module, params, channels, self.options.residency, precision)
+        scheduled = base.enclosing(name, [n for n, m in sharded.items() if base.has_parameters(m)])
+        self._scheduled_by[group] = sharded[scheduled] if scheduled is not None else None
         group.on_gradient(lambda: self._gradient_arrived(group))
-        module.register_forward_pre_hook(lambda module, args: self._pre_forward(group))
+        module.register_forward_pre_hook(_untraced(lambda module, args: self._pre_forward(group)))
         # always_call: a forward that raises must leave the module as it was.
         module.register_forward_hook(
-            lambda module, args, kwargs, output: self._post_forward(group, (args, kwargs), output),
+            _untraced(lambda module, args, kwargs, out: self._post_forward(group, (args, kwargs), out)),
             always_call=True,
             with_kwargs=True,
         )
@@ -349,7 +359,9 @@ class Runtime:
         # Under DDP all do: without gathers, nothing says that the other ranks have run the same groups.
         for group in self.groups:
             group.ran = group.ran or (self.layout.replicated and bool(group.buckets))
-        self._in_turn = [group for group in reversed(self.groups) if group.ran]
+            schedule = base.schedule(self._scheduled_by[group])
+            group.schedule = dataclasses.replace(schedule, reduce=schedule.reduce and not self.no_sync_depth)
+        self._in_turn = [group for group in reversed(self.groups) if group.takes_part]
         Variable._execution_engine.queue_callback(callback)
 
     def _backward_is_over(self, _: object) -> None:
@@ -370,7 +382,7 @@ class Runtime:
         # Whose gradients are complete when, and when a stage is over, differs between ranks. Process groups
         # shared with FSDP2 and with our gathers do not bear that, so there all waits for the end of backward.
         if self._isolated:
-            if self.replicas is not None:
+            if self.replicas is not None and not self.no_sync_depth:
                 self.replicas.reduce_complete()
             self._reduce_complete()
             self._reductions.poll()
@@ -389,9 +401,9 @@ class Runtime:
         """The engine has run all of a backward: reduce what is left, hand over the gradients."""
         late = [group for group in reversed(self.groups) if group not in self._in_turn]
         for group in (*self._in_turn, *late):
-            if group.ran and (not group.launched or group.has_unreduced_gradient):
+            if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
-        if self.replicas is not None:
+        if self.replicas is not None and not self.no_sync_depth:
             self.replicas.finish()
         for hand_over in self._reductions.finish():
             hand_over()
@@ -411,7 +423,10 @@ class Runtime:
         """Drop what a backward that raised has left behind."""
         if not self._unfinished or self._in_backward:
             return
-        logger.warning("the last backward did not finish; its gradients of dedicated parameters are dropped")
+        logger.warning(
+            "the last backward did not finish; its gradients of dedicated parameters are dropped, and those "
+            "that earlier ones have left unreduced"
+        )
         # To the end, not just to the stage they are in: which one that is differs between ranks.
         with contextlib.suppress(RuntimeError):
             self._reductions.finish()
@@ -423,6 +438,13 @@ class Runtime:
 
     # After the step
 
+    def drop_unreduced_gradients(self) -> None:
+        """Forget what backwards without reduction have accumulated, of dedicated and base parameters."""
+        if any(group.unreduced for group in self.groups):
+            base.drop_unreduced_gradients(self.model)
+            for group in self.groups:
+                group.drop_unreduced()
+
     def keep_in_pieces(self, chooses: Callable[[DedicatedParam, torch.dtype, torch.dtype], bool]) -> None:
         """Decide whose gradient and momentum stay in pieces, before the first step.
 
@@ -430,9 +452,7 @@ class Runtime:
         """
         for group in self.groups:
             for param in group.params:
-                master = param.resting.dtype
-                reduce = group.precision.reduce or group.precision.compute or master
-                in_pieces = chooses(param, reduce, master)
+                in_pieces = chooses(param, group.precision.reduce_dtype(param), param.resting.dtype)
                 if in_pieces != param.in_pieces and group.ran:
                     raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
                 param.in_pieces = in_pieces
@@ -485,6 +505,11 @@ def find_runtime(model: nn.Module) -> Runtime:
 def has_runtime(model: nn.Module) -> bool:
     """Whether any module in `model` has been through `dedicate_params`."""
     return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` calls instead of compiling it, before and after the module's own graph."""
+    return torch.compiler.disable(hook, recursive=True)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:
