@@ -312,7 +312,7 @@ def carry(
         if record.is_owner:
             record.local.add_(7)
         record.mark_updated()
-    runtime.publish({record: Update(None, None) for record in runtime.params}, wait=False)
+    runtime.publish({record: Update() for record in runtime.params})
     for record in runtime.params:
         value = initial[record.param_name] * sign[record.param_name] + 7
         assert torch.equal(dmuon.full_tensor(record.resting).detach(), value)

@@ -251,3 +251,70 @@ def cut_and_in_addends(sizes: dict[str, int]) -> None:
 )
 def test_a_cut_matrix_with_a_gradient_in_addends(ranks, sizes):
     ranks(4, cut_and_in_addends, sizes)
+
+
+# Tokens that go to different matrices
+
+
+class Expert(nn.Module):
+    """Used by those tensor-parallel ranks that have tokens for it, and not at all by the others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w_proj = nn.Parameter(torch.randn(5, WIDTH))
+
+    def forward(self, x: torch.Tensor, users: list[int]) -> torch.Tensor:
+        if not isinstance(self.w_proj, DTensor):
+            return torch.stack([(part @ self.w_proj.T).square().sum() for part in x[users]]).sum()
+        mesh = self.w_proj.device_mesh
+        mine = mesh.get_local_rank()
+        loss = 0 * x.sum()  # for the graph's sake: no matrix in it
+        if mine in users:
+            loss = (x[mine] @ self.w_proj.to_local(grad_placements=[Partial()]).T).square().sum()
+        return DTensor.from_local(loss, mesh, [Partial()], run_check=False).full_tensor()
+
+
+class Experts(nn.Module):
+    def __init__(self, users: list[list[int]]) -> None:
+        super().__init__()
+        self.users = users
+        self.experts = nn.ModuleList(Expert() for _ in users)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self.experts, self.users, strict=True)
+        return torch.stack([expert(x, users) for expert, users in pairs]).sum()
+
+
+def tokens_for_some(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Experts([[0], [1], [0, 1]])
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for expert in model.experts:
+        distribute_module(expert, mesh["tp"])
+    dmuon.dedicate_params(model, mesh["dp"], predicate=is_proj)
+    for expert in model.experts:
+        fully_shard(expert, mesh=mesh["dp"])
+    optimizer = dmuon.Muon(model)
+
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(2, SEQUENCE, WIDTH, generator=torch.Generator().manual_seed(seed))
+        return model(x.requires_grad_())
+
+    for step in range(3):
+        loss(model, 10 * step + mesh.get_coordinate()[0]).backward()
+        mean_backward(oracle, loss, [10 * step + rank for rank in range(sizes["dp"])])
+        for record in dmuon.get_dedicated_params(model):
+            if record.is_owner:
+                expected = oracle.get_parameter(record.param_name).grad
+                assert_close(record.local_gradient(), expected, f"gradient of {record.param_name}")
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+def test_matrices_that_some_of_the_ranks_have_tokens_for(ranks):
+    ranks(4, tokens_for_some, {"dp": 2, "tp": 2})

@@ -21,12 +21,12 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
 from dmuon.exchange import Cut, Exchange
 from dmuon.runtime import find_runtime
 from dmuon.tensor_parallel import TensorParallel, _slices
+from layouts import Model, build, data_rank, is_proj, loss_of, make_mesh, parallelize, shard
 from models import assert_weights_close, full_weights, mean_backward
 from reference import ReferenceMuon
 
@@ -38,100 +38,22 @@ MESHES = [
     pytest.param({"replicate": 1, "shard": 2, "tp": 2}, id="hsdp1x2-tp2"),
     pytest.param({"replicate": 2, "shard": 2, "tp": 1}, id="hsdp2x2-tp1"),
 ]
-
-
-class Layer(nn.Module):
-    """Cut by rows (`up`, `gate`), by columns (`down`), replicated and plain matrices, in uneven pieces."""
-
-    def __init__(self, width: int, hidden: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix_proj = nn.Linear(width, width, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=False)
-        self.gate_proj = nn.Linear(width, hidden)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + self.mix_proj(self.norm(x))
-        return x + self.down_proj(torch.tanh(self.gate_proj(x)) * self.up_proj(x))
-
-
-class Model(nn.Module):
-    def __init__(self, width: int = 6, hidden: int = 13, depth: int = 2) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(width, hidden) for _ in range(depth))
-        self.head = nn.Linear(width, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-# Uneven pieces stay DTensors in between: torch could not tell their sizes from local tensors.
-PLAN = {
-    "up_proj": ColwiseParallel(use_local_output=False),
-    "gate_proj": ColwiseParallel(use_local_output=False),
-    "down_proj": RowwiseParallel(),
-}
-
-
-def is_proj(name: str, param: nn.Parameter) -> bool:
-    return "proj" in name and param.ndim == 2
-
-
-def make_mesh(sizes: dict[str, int]) -> DeviceMesh:
-    return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
-
-
-def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict | None = None) -> None:
-    for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], plan or PLAN)
-
-
-def dedicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
-    if "replicate" in mesh.mesh_dim_names:
-        kwargs["replicate_mesh"] = mesh["replicate"]
-        dmuon.dedicate_params(model, mesh["shard"], predicate=is_proj, **kwargs)
-    else:
-        dmuon.dedicate_params(model, mesh["dp"], predicate=is_proj, **kwargs)
-
-
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    dp = mesh["replicate", "shard"] if "replicate" in mesh.mesh_dim_names else mesh["dp"]
-    for layer in model.layers:
-        fully_shard(layer, mesh=dp)
-    fully_shard(model, mesh=dp)
-
-
-def build(model: nn.Module, sizes: dict[str, int], *, reshard: bool = True, **muon: Any) -> dmuon.Muon:
-    mesh = make_mesh(sizes)
-    parallelize(model, mesh)
-    dedicate(model, mesh, reshard_after_forward=reshard)
-    shard(model, mesh)
-    return dmuon.Muon(model, **muon)
-
-
-def data_rank(sizes: dict[str, int]) -> tuple[int, int]:
-    """This rank's number among the data-parallel ranks, and how many there are."""
-    tp = sizes["tp"]
-    return dist.get_rank() // tp, dist.get_world_size() // tp
-
-
-def loss_of(model: nn.Module, seed: int) -> torch.Tensor:
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-    return model(x).square().mean()
+DDP_MESHES = [
+    pytest.param({"ddp": 4}, id="ddp4"),
+    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
+    pytest.param({"ddp": 1, "tp": 4}, id="ddp1-tp4"),
+]
 
 
 def train(
-    sizes: dict[str, int], reshard: bool, asynchronous: bool, steps: int = 4
+    sizes: dict[str, int], steps: int = 4, *, reshard: bool = True, clip: float | None = None, **muon: Any
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = Model()
     oracle = copy.deepcopy(model)
     settings = {"lr": 0.05, "weight_decay": 0.1, "adamw_lr": 3e-3}
     reference = ReferenceMuon(oracle, is_proj, **settings)
-    optimizer = build(model, sizes, reshard=reshard, replicate_async=asynchronous, **settings)
+    optimizer = build(model, sizes, reshard=reshard, **muon, **settings)
     mine, replicas = data_rank(sizes)
     weights = {}
     for step in range(steps):
@@ -139,21 +61,79 @@ def train(
         for micro in range(1 + step % 2):  # every other step accumulates
             loss_of(model, seeds[mine] + 10 * micro).backward()
             mean_backward(oracle, loss_of, [seed + 10 * micro for seed in seeds])
+        if clip is not None:
+            norm = dmuon.clip_grad_norm_(model, clip)
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), clip)
+            torch.testing.assert_close(norm, expected, atol=1e-6, rtol=1e-5)
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
         reference.zero_grad()
         weights = assert_weights_close(model, oracle)
+        for name, param in oracle.named_parameters():  # orthogonalization would hide a wrong scale
+            if param in reference.buffers:
+                momentum = whole_momentum(model, optimizer, name)
+                assert (momentum - reference.buffers[param]).abs().max() < 1e-6, name
     return weights
 
 
-@pytest.mark.parametrize("reshard", [True, False])
-@pytest.mark.parametrize("sizes", MESHES)
+def whole_momentum(model: nn.Module, optimizer: dmuon.Muon, name: str) -> torch.Tensor:
+    """The momentum, whole, from the parts that the ranks keep; every part is kept once."""
+    (param,) = (p for p in dmuon.get_dedicated_params(model) if p.param_name == name)
+    local = optimizer.state[param.resting]["momentum_buffer"]._local_tensor
+    whole, kept = torch.zeros(param.full_shape), torch.zeros(param.full_shape)
+    if param.keeps_state:
+        where = param.tp.pieces[param.tp.position] if param.in_pieces else ()
+        whole[where] += local
+        kept[where] += 1
+    dist.all_reduce(whole)
+    dist.all_reduce(kept)
+    copies = 1 if param.is_cut or param.tp is None else param.tp.mesh.size()  # replicated over the TP mesh
+    if param.tp is None and "tp" in (param.layout.mesh._get_root_mesh().mesh_dim_names or ()):
+        copies = dist.get_world_size() // param.layout.size
+    assert (kept == copies).all()
+    return whole / copies
+
+
+@pytest.mark.parametrize(
+    ("sizes", "reshard"),
+    [
+        pytest.param(*mesh.values, reshard, id=f"{mesh.id}-{reshard}")
+        for mesh in MESHES
+        for reshard in (True, False)
+    ]
+    + [pytest.param(*mesh.values, True, id=mesh.id) for mesh in DDP_MESHES],  # where it has no meaning
+)
 def test_training_equals_the_oracle(ranks, sizes, reshard):
-    asynchronous = ranks(4, train, sizes, reshard, True)
-    synchronous = ranks(4, train, sizes, reshard, False)
+    same_if_synchronous(ranks, sizes, reshard=reshard)
+
+
+def same_if_synchronous(ranks: Any, sizes: dict[str, int], **kwargs: Any) -> None:
+    """Each equal to the oracle, and bitwise equal to each other."""
+    asynchronous = ranks(4, train, sizes, **kwargs)
+    synchronous = ranks(4, train, sizes, replicate_async=False, **kwargs)
     for name, weight in asynchronous[0].items():
         assert torch.equal(weight, synchronous[0][name]), f"{name}: asynchronous publish changes the training"
+
+
+TP_MESHES = [
+    pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
+    pytest.param({"dp": 1, "tp": 4}, id="dp1-tp4"),
+    pytest.param({"replicate": 2, "shard": 1, "tp": 2}, id="hsdp2x1-tp2"),
+    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
+]
+
+
+@pytest.mark.parametrize("sizes", TP_MESHES)
+def test_training_with_clipping(ranks, sizes):
+    same_if_synchronous(ranks, sizes, clip=0.01)
+
+
+@pytest.mark.parametrize("clip", [None, 0.01])
+@pytest.mark.parametrize("sizes", TP_MESHES)
+def test_training_with_distributed_gram(ranks, sizes, clip):
+    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}
+    same_if_synchronous(ranks, sizes, clip=clip, **gram)
 
 
 def inspect(sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -194,7 +174,13 @@ def test_inspection(ranks):
 
 def test_every_mesh_gives_the_same_weights(ranks):
     expected = ranks(4, weights_on_the_same_data, {"dp": 1, "tp": 4})[0]
-    for sizes in ({"dp": 2, "tp": 2}, {"dp": 4, "tp": 1}, {"replicate": 2, "shard": 1, "tp": 2}):
+    for sizes in (
+        {"dp": 2, "tp": 2},
+        {"dp": 4, "tp": 1},
+        {"replicate": 2, "shard": 1, "tp": 2},
+        {"ddp": 4},
+        {"ddp": 2, "tp": 2},
+    ):
         for name, weight in ranks(4, weights_on_the_same_data, sizes)[0].items():
             torch.testing.assert_close(weight, expected[name], atol=1e-5, rtol=0)
 
@@ -437,22 +423,16 @@ def test_the_exchange_is_its_own_inverse(sizes, matrices):
         fulls.append(full)
         cuts_of.append((pieces, owner % world))
 
-    def exchange_at(position: int) -> Exchange:
-        return Exchange(
-            [
-                Cut(FakeCut(full.shape, tuple(range(world)), position, pieces), owner)
-                for full, (pieces, owner) in zip(fulls, cuts_of, strict=True)
-            ]
-        )
-
-    plans = [exchange_at(position) for position in range(world)]
+    cuts = [Cut(f.shape, pieces, owner) for f, (pieces, owner) in zip(fulls, cuts_of, strict=True)]
+    plans = [Exchange(cuts, position) for position in range(world)]
     pieces_at = [
         [f[p[position]] for f, (p, _) in zip(fulls, cuts_of, strict=True)] for position in range(world)
     ]
-    sends = [
-        plan.pack_pieces(pieces).split(plan.piece_splits)
-        for plan, pieces in zip(plans, pieces_at, strict=True)
-    ]
+    sends = []
+    for plan, pieces in zip(plans, pieces_at, strict=True):
+        send = torch.empty(sum(plan.piece_splits), dtype=torch.int64)
+        plan.pack_pieces(pieces, send)
+        sends.append(send.split(plan.piece_splits))
     wholes = []
     for position, plan in enumerate(plans):
         parts = [sends[source][position] for source in range(world)]
@@ -460,19 +440,14 @@ def test_the_exchange_is_its_own_inverse(sizes, matrices):
         wholes.append(plan.unpack_owned(torch.cat(parts)))
         expected = [f for f, (_, owner) in zip(fulls, cuts_of, strict=True) if owner == position]
         assert all(torch.equal(a, b) for a, b in zip(wholes[-1], expected, strict=True))
-    like = torch.empty(0, dtype=torch.int64)
-    back = [plan.pack_owned(w, like).split(plan.owned_splits) for plan, w in zip(plans, wholes, strict=True)]
+    back = []
+    for plan, whole in zip(plans, wholes, strict=True):
+        send = torch.empty(sum(plan.owned_splits), dtype=torch.int64)
+        plan.pack_owned(whole, send)
+        back.append(send.split(plan.owned_splits))
     for position, plan in enumerate(plans):
         received = plan.unpack_pieces(torch.cat([back[source][position] for source in range(world)]))
         assert all(torch.equal(a, b) for a, b in zip(received, pieces_at[position], strict=True))
-
-
-class FakeCut(TensorParallel):
-    """Pieces without a mesh."""
-
-    def __init__(self, shape: torch.Size, ranks: tuple[int, ...], position: int, pieces: Any) -> None:
-        for name, value in {"shape": shape, "ranks": ranks, "position": position, "pieces": pieces}.items():
-            object.__setattr__(self, name, value)
 
 
 def pieces_are_torchs(shape: tuple[int, int], cut: str) -> None:

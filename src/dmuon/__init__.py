@@ -5,7 +5,15 @@ dmuon.dedicate_params(model, mesh["dp"])                  # before fully_shard
 optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)     # after it
 """
 
-from .api import dedicate_params, dedicated_parameters, full_tensor
+from .api import (
+    dedicate_params,
+    dedicate_params_ddp,
+    dedicate_params_ddp_tp,
+    dedicated_parameters,
+    full_tensor,
+    replicate,
+    replicate_tp,
+)
 from .assignment import SMALL_PARAM_THRESHOLD
 from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
@@ -19,10 +27,14 @@ __all__ = [
     "Muon",
     "clip_grad_norm_",
     "dedicate_params",
+    "dedicate_params_ddp",
+    "dedicate_params_ddp_tp",
     "dedicated_parameters",
     "full_tensor",
     "get_dedicated_params",
     "get_owned_params",
     "newton_schulz",
+    "replicate",
+    "replicate_tp",
     "summary",
 ]

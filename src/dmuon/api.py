@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import get_args
+from typing import Literal, get_args
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -21,15 +22,19 @@ from .assignment import Matrix, assign
 from .bucket import Precision
 from .channels import ProcessGroups
 from .checkpoint import install_model_hooks
+from .group import Residency
 from .layout import DataParallelLayout, root_mesh
 from .optim.newton_schulz import operation_count
 from .parameter import DedicatedParam, is_resting
+from .replicate import Replicas, hide_from_ddp
 from .runtime import Options, Runtime, find_runtime, has_runtime
 from .selection import Candidate, Predicate, candidates, hidden_matrices, tied_parameters
 from .tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
+BufferReuse = bool | Literal["gather", "scatter", "all"]
+_REUSE = ("gather", "scatter", "all")
 HookBoundary = type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]
 
 
@@ -43,6 +48,7 @@ def dedicate_params(
     mp_policy: MixedPrecisionPolicy | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
+    tp_buffer_reuse: BufferReuse = False,
 ) -> list[DedicatedParam]:
     """Give every matrix of the hidden layers one owner; `fully_shard` will leave these matrices alone.
 
@@ -71,6 +77,10 @@ def dedicate_params(
             module classes, or `hook_boundary(name, module) -> bool`. By default, the modules that
             `fully_shard` wraps; if it wraps none, the elements of the model's module lists.
         process_groups: "isolated" creates process groups of our own; "shared" uses the mesh's.
+        tp_buffer_reuse: keep the buffers in which tensor-parallel pieces travel, for the next exchange:
+            "gather", those of gradients on their way to the TP owners; "scatter", those of updates on their
+            way back; True or "all", both. It spares allocations, and costs the memory of the buffers that are
+            in use at one time.
 
     Returns:
         A record per dedicated parameter, in module order (as `get_dedicated_params` gives it again).
@@ -81,12 +91,121 @@ def dedicate_params(
             `fully_shard`, tied, not a floating-point matrix, Partial), if the meshes do not fit, or at a
             second call.
     """
+    layout = DataParallelLayout.from_meshes(mesh, replicate_mesh)
+    if not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
+    residency: Residency = "while_used" if reshard_after_forward else "until_backward_done"
+    options = _options(residency, mp_policy, hook_boundary, process_groups, tp_buffer_reuse)
+    return _dedicate(model, layout, options, predicate)
+
+
+def dedicate_params_ddp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    predicate: Predicate | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    hook_boundary: HookBoundary | None = None,
+    process_groups: ProcessGroups = "isolated",
+) -> list[DedicatedParam]:
+    """`dedicate_params` for a model that stays whole on every data-parallel rank.
+
+    Gradients are reduced to the owners, which alone keep momentum and update; the new weights are sent to
+    everyone after each step, and stay. Nothing is gathered in forward or backward, so that ranks may run
+    different modules. Where the compute dtype is the weights' own, no rank keeps anything beside the weights
+    the model computes with; else the owner alone keeps the master weights.
+
+    The other parameters go to `replicate` afterwards, or the model to torch's `DistributedDataParallel`,
+    which leaves the dedicated ones alone.
+
+    Args:
+        model: the whole model.
+        mesh: the data-parallel mesh, of one dim.
+        predicate, mp_policy, hook_boundary, process_groups: as for `dedicate_params`; without a policy,
+            weights and gradients travel in their own dtype.
+
+    Returns:
+        A record per dedicated parameter, in module order.
+
+    Raises:
+        TypeError, ValueError: as `dedicate_params`; and ValueError for a parameter that tensor parallelism
+            has cut, which is for `dedicate_params_ddp_tp`.
+    """
+    layout = DataParallelLayout.from_meshes(mesh, replicated=True)
+    options = _options("always", mp_policy, hook_boundary, process_groups)
+    return _dedicate(model, layout, options, predicate, cut_goes_to="dmuon.dedicate_params_ddp_tp")
+
+
+def dedicate_params_ddp_tp(
+    model: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    predicate: Predicate | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    hook_boundary: HookBoundary | None = None,
+    process_groups: ProcessGroups = "isolated",
+    tp_buffer_reuse: BufferReuse = False,
+) -> list[DedicatedParam]:
+    """`dedicate_params_ddp` for a model that `parallelize_module` has cut inside each replica.
+
+    The pieces of a gradient travel to the TP owner, and those of the update back, as in `dedicate_params`.
+    The other parameters, whole or in pieces, go to `replicate_tp` afterwards.
+
+    Args and errors: as `dedicate_params_ddp` and, for `tp_buffer_reuse`, `dedicate_params`; parameters that
+    nothing has cut are welcome too.
+    """
+    layout = DataParallelLayout.from_meshes(mesh, replicated=True)
+    options = _options("always", mp_policy, hook_boundary, process_groups, tp_buffer_reuse)
+    return _dedicate(model, layout, options, predicate)
+
+
+def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Keep the parameters that are not dedicated equal on all ranks of `mesh`; call it after
+    `dedicate_params_ddp`.
+
+    They and the buffers start as the first rank's, from `Muon` or the first forward on; their gradients are
+    averaged in buckets during every backward. A parameter that was used on some ranks only gets the mean with
+    zeros of the others; one that was used nowhere gets none. Buffers that change in training are each rank's
+    own.
+
+    Returns:
+        The model, unchanged but for hooks on its parameters.
+
+    Raises:
+        ValueError: for a model without DDP's dedicated parameters, another mesh than theirs, a second call,
+            or a parameter that tensor parallelism has cut (see `replicate_tp`).
+    """
+    _replicate(model, mesh, cut_goes_to="dmuon.replicate_tp")
+    return model
+
+
+def replicate_tp(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """`replicate` for a model that `parallelize_module` has cut: every rank averages its own pieces with the
+    same pieces of the other replicas. Call it after `dedicate_params_ddp_tp`.
+
+    Raises:
+        ValueError: as `replicate`.
+    """
+    _replicate(model, mesh, cut_goes_to=None)
+    return model
+
+
+def _dedicate(
+    model: nn.Module,
+    layout: DataParallelLayout,
+    options: Options,
+    predicate: Predicate | None,
+    *,
+    cut_goes_to: str | None = None,
+) -> list[DedicatedParam]:
+    """Choose, assign, install; the same for every layout.
+
+    cut_goes_to: the call that takes parameters cut by tensor parallelism, if this one does not.
+    """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if predicate is not None and not callable(predicate):
         raise TypeError(f"predicate must be a function (name, parameter) -> bool, got {predicate!r}")
-    layout = DataParallelLayout.from_meshes(mesh, replicate_mesh)
-    options = _options(reshard_after_forward, mp_policy, hook_boundary, process_groups)
     if has_runtime(model) or any(is_resting(param) for param in model.parameters()):
         raise ValueError(
             "dedicate_params was already called on this model, on a part of it or around it. Call it once, "
@@ -95,6 +214,10 @@ def dedicate_params(
     chosen = _choose(model, predicate)
     _check(chosen, model)
     cuts = [_tensor_parallel(candidate, layout) for candidate in chosen]
+    if cut_goes_to is not None:
+        for candidate, cut in zip(chosen, cuts, strict=True):
+            if cut is not None and cut.size > 1:
+                raise ValueError(f"{candidate.name} is cut by tensor parallelism: call {cut_goes_to} instead")
     matrices = _matrices(model, chosen)
     slots = assign(matrices, layout.size)
     tp_owners = _assign_tp(matrices, slots, cuts)
@@ -104,7 +227,41 @@ def dedicate_params(
     ]
     Runtime(model, layout, params, options)
     install_model_hooks(params)
+    if layout.replicated:
+        hide_from_ddp(model, [param.param_name for param in params])
     return params
+
+
+def _replicate(model: nn.Module, mesh: DeviceMesh, cut_goes_to: str | None) -> None:
+    runtime = find_runtime(model)
+    layout = runtime.layout
+    if not layout.replicated:
+        raise ValueError(
+            "the model went through dmuon.dedicate_params: its other parameters are for fully_shard. For "
+            "DDP, call dmuon.dedicate_params_ddp (or dedicate_params_ddp_tp) instead."
+        )
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh.flatten().tolist() != list(layout.row):
+        raise ValueError(
+            f"pass the mesh that dedicate_params_ddp was given, over the ranks {list(layout.row)}"
+        )
+    if runtime.replicas is not None:
+        raise ValueError(
+            "the model's other parameters are replicated already; call it once, on the whole model"
+        )
+    if runtime.is_sealed:
+        raise ValueError("call it before dmuon.Muon and the first forward, after dedicate_params_ddp")
+    replicas = Replicas(runtime.model, dedicated_parameters(runtime.model), layout)
+    for name, param in replicas.params.items():
+        if not isinstance(param, DTensor):
+            continue
+        if set(param.device_mesh.mesh.flatten().tolist()) & set(layout.row) != {dist.get_rank()}:
+            raise ValueError(
+                f"{name} is a DTensor over data-parallel ranks, which keep it whole under DDP: cut it over "
+                'other mesh dims, such as mesh["tp"], or not at all.'
+            )
+        if cut_goes_to is not None and TensorParallel.of(param).size > 1:
+            raise ValueError(f"{name} is cut by tensor parallelism: call {cut_goes_to} instead")
+    runtime.replicas = replicas
 
 
 def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -116,22 +273,25 @@ def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _options(
-    reshard_after_forward: bool,
+    residency: Residency,
     mp_policy: MixedPrecisionPolicy | None,
     hook_boundary: HookBoundary | None,
     process_groups: ProcessGroups,
+    tp_buffer_reuse: BufferReuse = False,
 ) -> Options:
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
     if process_groups not in get_args(ProcessGroups):
         raise ValueError(f"process_groups must be one of {get_args(ProcessGroups)}, got {process_groups!r}")
+    if not any(tp_buffer_reuse is value for value in (True, False)) and tp_buffer_reuse not in _REUSE:
+        raise ValueError(f"tp_buffer_reuse must be True, False or one of {_REUSE}, got {tp_buffer_reuse!r}")
     return Options(
-        residency="while_used" if reshard_after_forward else "until_backward_done",
+        residency=residency,
         precision=None if mp_policy is None else Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
         hook_boundary=_boundary_chooser(hook_boundary),
         process_groups=process_groups,
+        reuse_gather=tp_buffer_reuse in (True, "all", "gather"),
+        reuse_scatter=tp_buffer_reuse in (True, "all", "scatter"),
     )
 
 

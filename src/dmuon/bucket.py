@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn as nn
@@ -16,6 +17,7 @@ from .exchange import Cut, Exchange
 from .layout import DataParallelLayout, Owner
 from .parameter import DedicatedParam, Version
 from .pipeline import Operation, Stages
+from .tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,19 @@ class Precision:
     reduce: torch.dtype | None = None
 
 
+class GramForm(Protocol):
+    """A matrix in pieces, of which only a small part travels; see `dmuon.optim.distributed_gram`."""
+
+    def gram(self) -> torch.Tensor:
+        """What this rank's piece contributes, flat; the contributions are summed."""
+
+    def factor(self, gram: torch.Tensor) -> torch.Tensor:
+        """What the ranks need, flat and of the same size, from the sum."""
+
+    def orthogonal(self, factor: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of the orthogonalized matrix."""
+
+
 @dataclass(frozen=True)
 class Update:
     """What a step wants done to one weight.
@@ -34,10 +49,12 @@ class Update:
         orthogonal: the whole orthogonalized matrix, on the rank that ran Newton-Schulz; None elsewhere.
         apply: `apply(weight, orthogonal)` updates a weight, or corresponding pieces, in place; None if the
             weight is to stay as it is.
+        gram: what is orthogonalized in pieces, on the ranks that hold one.
     """
 
-    orthogonal: torch.Tensor | None
-    apply: Callable[[torch.Tensor, torch.Tensor], None] | None
+    orthogonal: torch.Tensor | None = None
+    apply: Callable[[torch.Tensor, torch.Tensor], None] | None = None
+    gram: GramForm | None = None
 
 
 HandOver = Callable[[], None]
@@ -51,6 +68,9 @@ class Bucket:
 
     Under tensor parallelism every rank's buffer holds its own pieces, and the exchange brings those of the
     owner row together.
+
+    Under DDP the buffer is never emptied, and where the compute dtype is the master dtype, the owner's
+    weights at rest are their parts of it.
     """
 
     def __init__(
@@ -61,6 +81,7 @@ class Bucket:
         self.layout: DataParallelLayout = first.layout
         self.owner: Owner = first.coordinate
         self.label = label
+        self.in_pieces = first.in_pieces
         self.master_dtype = first.resting.dtype
         self.dtype = precision.compute or self.master_dtype
         self.reduce_dtype = precision.reduce or self.dtype
@@ -68,6 +89,7 @@ class Bucket:
         self._filled: tuple[Version, ...] | None = None  # what the buffer holds; None: nothing
         self._gathering: Pending | None = None
         self._publishing: Operation[None] | None = None
+        self._sent = False  # the last collective of the publish in flight has been issued
         with torch.inference_mode(False):  # a first forward in inference mode must not spoil training
             offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.dtype)
             self._buffer = torch.empty(total, dtype=self.dtype, device=self.layout.device)
@@ -78,7 +100,8 @@ class Bucket:
                 param.gathered = nn.Parameter(piece)
         self._offsets = offsets
         self._nbytes = self._buffer.untyped_storage().nbytes()
-        self._free()
+        self._is_master = self.layout.replicated and self.dtype == self.master_dtype
+        self.release()
 
     @property
     def is_cut(self) -> bool:
@@ -89,6 +112,14 @@ class Bucket:
     def in_owner_row(self) -> bool:
         """Whether this rank is the owner, or holds the owner's pieces."""
         return self.layout.is_owner(self.owner)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the parameters are still what the bucket was packed for."""
+        return all(
+            param.resting.dtype == self.master_dtype and param.in_pieces == self.in_pieces
+            for param in self.params
+        )
 
     def _views(self, buffer: torch.Tensor, offsets: Sequence[int]) -> Iterator[torch.Tensor]:
         """One view of a packed buffer per parameter, in the shape of this rank's piece."""
@@ -108,20 +139,40 @@ class Bucket:
             return
         self.wait_gathered()
         self._publish_if_never_done()
+        self.wait_published()
         if self._buffer.untyped_storage().nbytes() == 0:
             self._buffer.untyped_storage().resize_(self._nbytes)
-        if self.layout.keeps_weight(self.owner):
-            views = list(self._views(self._buffer, self._offsets))
-            torch._foreach_copy_(views, [param.local for param in self.params])
-        self._filled = self._versions
+        self._fill()
+        self._mark_filled()
         self._gathering = self._channels.gather.broadcast(self._buffer, self.owner.shard, self.label)
+
+    def _fill(self) -> None:
+        """Copy the weights that this rank keeps to the buffer, unless they are there already."""
+        if not self.layout.keeps_weight(self.owner):
+            return
+        views = self._views(self._buffer, self._offsets)
+        apart = [
+            (param, view)
+            for param, view in zip(self.params, views, strict=True)
+            if view.data_ptr() != param.resting_local.data_ptr()
+        ]
+        if not apart:
+            return
+        torch._foreach_copy_([view for _, view in apart], [param.resting_local for param, _ in apart])
+        if self._is_master:
+            for param, view in apart:
+                param.rest_in(view)
+
+    def _mark_filled(self) -> None:
+        """Say that the buffer holds, or is about to hold, the weights as they are now."""
+        self._filled = self._versions
+        if self._is_master:
+            for param in self.params:
+                param.everywhere = param.version
 
     def release(self) -> None:
         """Free the gathered weights."""
         self.wait_gathered()
-        self._free()
-
-    def _free(self) -> None:
         self._buffer.untyped_storage().resize_(0)
         self._filled = None
 
@@ -130,6 +181,8 @@ class Bucket:
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             gathering.wait()
+        if self.layout.replicated:
+            self.wait_published()  # which brings the weights in place
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the gathered weights."""
@@ -142,7 +195,8 @@ class Bucket:
     def reduce(self) -> Stages[HandOver]:
         """Average the gradients to the owner; yields each collective it has to wait for, one per stage.
 
-        Stages: reduce along the row, reduce along the owner's column, exchange within the owner row.
+        Stages: reduce along the row, reduce along the owner's column, and within the owner row: sum over the
+        copies that tensor parallelism keeps, exchange.
 
         Behind the packed gradients, the buffer has one element per parameter that counts the ranks which had
         a gradient: the only way to tell "zero" from "none" afterwards. Returns what remains to be done at the
@@ -174,19 +228,22 @@ class Bucket:
             buffer[:total].div_(self.layout.size)
         if not self.in_owner_row:
             return partial(_hand_over, params, {}, [None] * len(params))  # and lets go of the buffer
+        yield self._sum_copies(buffer)
         counts = buffer[total:]
         whole = dict(zip(params, views, strict=True))
-        if self.is_cut:
+        if self.is_cut and not self.in_pieces:
             exchange = self._exchange(params)
-            send = exchange.pack_pieces(views)
-            receive = send.new_empty(sum(exchange.owned_splits))
-            splits = exchange.owned_splits, exchange.piece_splits
-            yield self._channels.exchange[_cut_into(params[0])].all_to_all(receive, send, *splits, self.label)
-            owned = [param for param in params if param.is_owner]
-            whole = dict(zip(owned, exchange.unpack_owned(receive), strict=True))
+            wholes = yield from self._to_owners(exchange, views, self.reduce_dtype)
+            whole = dict(zip([param for param in params if param.is_owner], wholes, strict=True))
             counts = counts.clone()
         seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
         return partial(_hand_over, params, whole, seen)
+
+    def _sum_copies(self, buffer: torch.Tensor) -> Pending:
+        tp = self.params[0].tp
+        if tp is None or len(tp.copies) == 1:
+            return Pending.nothing()
+        return self._channels.sum_copies[tp.copies].all_reduce(buffer, self.label)
 
     def _pack(
         self, params: Sequence[DedicatedParam], views: Sequence[torch.Tensor], counts: torch.Tensor
@@ -204,8 +261,47 @@ class Bucket:
                 count.zero_()
         return had
 
+    # Exchange
+
     def _exchange(self, params: Sequence[DedicatedParam]) -> Exchange:
-        return Exchange([Cut(param.tp, param.tp_owner) for param in params if param.tp is not None])
+        cuts = [Cut.of(param.tp, param.tp_owner) for param in params if param.tp is not None]
+        return Exchange(cuts, self._tp.position)
+
+    @property
+    def _tp(self) -> TensorParallel:
+        assert self.params[0].tp is not None
+        return self.params[0].tp
+
+    def _to_owners(
+        self, exchange: Exchange, pieces: Sequence[torch.Tensor], dtype: torch.dtype
+    ) -> Stages[list[torch.Tensor]]:
+        """One stage: pieces to the TP owners. Returns the whole matrices that this rank owns, new tensors."""
+        scratch = self._channels.gather_scratch
+        send = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
+        receive = scratch.take(sum(exchange.owned_splits), dtype, self.layout.device)
+        exchange.pack_pieces(pieces, send)
+        channel = self._channels.exchange[self._tp.ranks]
+        yield channel.all_to_all(receive, send, exchange.owned_splits, exchange.piece_splits, self.label)
+        wholes = exchange.unpack_owned(receive)
+        scratch.give_back(send, receive)
+        return wholes
+
+    def _to_pieces(
+        self,
+        exchange: Exchange,
+        wholes: Sequence[torch.Tensor],
+        dtype: torch.dtype,
+        use: Callable[[list[torch.Tensor]], None],
+    ) -> Stages[None]:
+        """One stage: the matrices that this rank owns, in pieces, to all. `use` gets those of this rank."""
+        scratch = self._channels.scatter_scratch
+        send = scratch.take(sum(exchange.owned_splits), dtype, self.layout.device)
+        receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
+        exchange.pack_owned(wholes, send)
+        channel = self._channels.publish_exchange[self._tp.ranks]
+        yield channel.all_to_all(receive, send, exchange.piece_splits, exchange.owned_splits, self.label)
+        use(exchange.unpack_pieces(receive))
+        scratch.give_back(send, receive)
 
     # Publish
 
@@ -215,30 +311,34 @@ class Bucket:
         self.wait_published()
         for param in updates:
             param.published = param.version
+        if self.layout.replicated:
+            self._mark_filled()
+        self._sent = False
         self._publishing = self._channels.publishing.start(self._publish(updates))
         if not self._publishing.done:
             for param in updates:
                 param.before_read = self.wait_published
 
     def _publish(self, updates: Mapping[DedicatedParam, Update]) -> Stages[None]:
-        """Stages: exchange within the owner row, broadcast along the owner's column."""
+        """Stages: Gram matrices, if any are made in this model; exchange within the owner row; broadcast to
+        those who keep a copy."""
         params = [param for param in self.params if param in updates]
         if self.is_cut:
-            if self.in_owner_row:
-                exchange = self._exchange(params)
-                wholes = [_or_zeros(updates[param].orthogonal, param) for param in params if param.is_owner]
-                like = torch.empty(0, dtype=self.master_dtype, device=self.layout.device)
-                send = exchange.pack_owned(wholes, like)
-                receive = send.new_empty(sum(exchange.piece_splits))
-                splits = exchange.piece_splits, exchange.owned_splits
-                channel = self._channels.publish_exchange[_cut_into(params[0])]
-                yield channel.all_to_all(receive, send, *splits, self.label)
-                for param, piece in zip(params, exchange.unpack_pieces(receive), strict=True):
-                    apply = updates[param].apply
-                    if apply is not None:
-                        apply(param.resting_local, piece)
+            if self._channels.has_gram_stage and not (self.in_pieces and self.in_owner_row):
+                yield Pending.nothing()  # others have a stage here
+            if not self.in_owner_row:
+                yield Pending.nothing()
+            elif self.in_pieces:
+                yield from self._publish_in_pieces([(param, updates[param]) for param in params])
             else:
-                yield Pending.nothing()  # the others have a stage here
+                yield from self._publish_whole([(param, updates[param]) for param in params])
+        source = self.layout.publish_source(self.owner)
+        if self.layout.replicated:
+            self._fill()
+            broadcast = self._channels.publish.broadcast(self._buffer, source, self.label)
+            self._sent = True
+            yield broadcast
+            return
         if self.layout.replicate_size == 1 or not self.layout.keeps_weight(self.owner):
             return
         offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.master_dtype)
@@ -247,26 +347,79 @@ class Bucket:
         locals_ = [param.resting_local.view(-1) for param in params]
         if self.in_owner_row:
             torch._foreach_copy_(pieces, locals_)
-        yield self._channels.publish.broadcast(buffer, self.owner.replicate, self.label)
+        yield self._channels.publish.broadcast(buffer, source, self.label)
         if not self.in_owner_row:
             torch._foreach_copy_(locals_, pieces)
+
+    def _publish_whole(self, updates: Sequence[tuple[DedicatedParam, Update]]) -> Stages[None]:
+        """One stage: updates from the TP owners to the pieces."""
+
+        def use(pieces: list[torch.Tensor]) -> None:
+            for (param, update), piece in zip(updates, pieces, strict=True):
+                if update.apply is not None:
+                    update.apply(param.resting_local, piece)
+
+        exchange = self._exchange([param for param, _ in updates])
+        wholes = [_or_zeros(update.orthogonal, param) for param, update in updates if param.is_owner]
+        yield from self._to_pieces(exchange, wholes, self.master_dtype, use)
+
+    def _publish_in_pieces(self, updates: Sequence[tuple[DedicatedParam, Update]]) -> Stages[None]:
+        """Two stages: Gram matrices to the TP owners, factors back."""
+
+        def use(factors: list[torch.Tensor]) -> None:
+            for (param, update), factor in zip(updates, factors, strict=True):
+                if update.gram is not None and update.apply is not None:
+                    update.apply(param.resting_local, update.gram.orthogonal(factor.view(-1)))
+
+        numels = [param.tp.gram_numel for param, _ in updates if param.tp is not None]
+        exchange = Exchange(
+            [
+                Cut.one_each(self._tp.size, numel, param.tp_owner)
+                for (param, _), numel in zip(updates, numels, strict=True)
+            ],
+            self._tp.position,
+        )
+        parts = [  # zeros where no rank had a gradient
+            torch.zeros(numel, dtype=torch.float64, device=self.layout.device)
+            if update.gram is None
+            else update.gram.gram()
+            for (_, update), numel in zip(updates, numels, strict=True)
+        ]
+        grams = yield from self._to_owners(exchange, parts, torch.float64)  # [TP size, gram_numel] each
+        forms = [update.gram for param, update in updates if param.is_owner]
+        factors = [
+            gram if form is None else form.factor(gram.sum(0)).expand_as(gram)
+            for form, gram in zip(forms, grams, strict=True)
+        ]
+        yield from self._to_pieces(exchange, factors, torch.float64, use)
+
+    @torch.no_grad()
+    def send(self) -> None:
+        """Under DDP: issue all that a publish in flight still has to issue, waiting for what comes before.
+
+        In the order of the publishes, on all ranks before any of them waits for a weight: what follows may
+        differ between ranks, since without gathers they need not run the same modules.
+        """
+        while self._publishing is not None and not (self._sent or self._publishing.done):
+            self._publishing.advance()
 
     @torch.no_grad()
     def wait_published(self) -> None:
         """Wait for a publish in flight, and for those before it."""
         if self._publishing is None:
             return
-        self._publishing = None
-        self._channels.publishing.finish()
+        publishing, self._publishing = self._publishing, None
         for param in self.params:
             param.before_read = None
+        self._channels.publishing.finish(publishing)
 
     def _publish_if_never_done(self) -> None:
         """Make the replicas equal to the owner where something else than a step has changed the weights."""
         if self.layout.replicate_size == 1:
             return
-        stale = {p: Update(None, None) for p in self.params if p.published != p.version}
+        stale = {p: Update() for p in self.params if p.published != p.version}
         if stale:
+            self._channels.publishing.finish()  # a channel belongs to one stage only within one step
             self.publish(stale)
             self.wait_published()
 
@@ -281,20 +434,13 @@ def _hand_over(
         param.add_gradient(whole.get(param), count)
 
 
-def _cut_into(param: DedicatedParam) -> tuple[int, ...]:
-    assert param.tp is not None
-    return param.tp.ranks
-
-
 def _take_gradient(param: DedicatedParam) -> torch.Tensor | None:
-    """The gradient of the gathered parameter, as this rank's piece; the parameter loses it."""
+    """The gradient of the gathered parameter, as an addend of this rank's piece; the parameter loses it."""
     assert param.gathered is not None
     gradient, param.gathered.grad = param.gathered.grad, None
     if isinstance(gradient, DTensor):
         assert param.tp is not None
-        if gradient.placements != param.tp.placements:  # Partial, under sequence parallelism
-            gradient = gradient.redistribute(placements=param.tp.placements)
-        return gradient._local_tensor
+        return param.tp.addend(gradient)
     return gradient
 
 

@@ -12,6 +12,7 @@ from .comm import Channel, Traffic
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 from .pipeline import Pipeline
+from .scratch import Scratch
 
 ProcessGroups = Literal["isolated", "shared"]
 
@@ -27,18 +28,33 @@ class Channels:
         gather: weights, from the owner to its row.
         reduce: gradients, from the row to the owner's column.
         reduce_replicas: gradients, from the owner's column to the owner.
-        exchange: gradients, from the owner row's pieces to the TP owners; by the ranks of the TP group.
-        publish_exchange: updates, from the TP owners to the owner row's pieces.
-        publish: updated weights, from the owner to its column.
+        sum_copies: gradients, over the ranks of the owner row that hold the same piece; by these ranks.
+        exchange: gradients (or Gram matrices), from the owner row's pieces to the TP owners; by the ranks of
+            the TP group.
+        publish_exchange: updates (or factors), from the TP owners to the owner row's pieces.
+        publish: updated weights, from the owner to those who keep a copy: its column, under DDP its row.
+        base: gradients of the base parameters under `replicate`, averaged over the row.
         publishing: the publishes in flight.
+        has_gram_stage: publishes start with a stage of Gram matrices, in which the rest takes no part.
+        gather_scratch, scatter_scratch: buffers of exchanges to the TP owners and back.
         traffic: what this rank has moved.
     """
 
     def __init__(
-        self, layout: DataParallelLayout, params: Iterable[DedicatedParam], process_groups: ProcessGroups
+        self,
+        layout: DataParallelLayout,
+        params: Iterable[DedicatedParam],
+        process_groups: ProcessGroups,
+        *,
+        replicates_base: bool = False,
+        reuse_gather: bool = False,
+        reuse_scatter: bool = False,
     ) -> None:
         self.traffic = Traffic()
         self.publishing: Pipeline[None] = Pipeline()
+        self.has_gram_stage = False
+        self.gather_scratch = Scratch(reuse_gather)
+        self.scatter_scratch = Scratch(reuse_scatter)
         self.isolated = process_groups == "isolated"
         self._timeout = _timeout(layout)
         row, column = layout.row, layout.column
@@ -47,10 +63,16 @@ class Channels:
         self.gather = self._channel("gather", row, row_group)
         self.reduce = self._channel("reduce", row, row_group)
         self.reduce_replicas = self._channel("reduce_replicas", column, column_group)
-        self.publish = self._channel("publish", column, column_group)
+        copies_group = row_group if layout.replicated else column_group
+        self.publish = self._channel("publish", layout.publish_ranks, copies_group)
+        self.base = self._channel("base", row, row_group) if replicates_base else None
+        self.sum_copies: dict[tuple[int, ...], Channel] = {}
         self.exchange: dict[tuple[int, ...], Channel] = {}
         self.publish_exchange: dict[tuple[int, ...], Channel] = {}
         for param in params:  # in module order, so that all ranks make their groups in the same order
+            if param.tp is not None and len(param.tp.copies) > 1 and param.tp.copies not in self.sum_copies:
+                ranks = param.tp.copies
+                self.sum_copies[ranks] = self._channel("sum_copies", ranks, param.tp.shared_group(ranks))
             if param.tp is not None and param.is_cut and param.tp.ranks not in self.exchange:
                 ranks = param.tp.ranks
                 self.exchange[ranks] = self._channel("exchange", ranks, param.tp_group)

@@ -1,8 +1,8 @@
 """State dicts in FSDP2's layout: hooks that turn resting tensors into evenly sharded ones, and back.
 
 What a state dict shows of a dedicated parameter is the DTensor that plain FSDP2 would have had there: the
-same mesh, placements and chunk sizes. So `torch.distributed.checkpoint` reads and writes it like any other,
-on any number of ranks, and files do not show that dmuon wrote them.
+same mesh, placements and chunk sizes; under DDP, the whole tensor. So `torch.distributed.checkpoint` reads
+and writes it like any other, on any number of ranks, and files do not show that dmuon wrote them.
 
 Each conversion brings one whole matrix at a time to every rank, which costs its bytes once and keeps the
 memory needed at one matrix.
@@ -38,7 +38,7 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
     def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for param in params:
             if prefix + param.attribute in state_dict:
-                state_dict[prefix + param.attribute] = _sharded_weight(param)
+                state_dict[prefix + param.attribute] = _stock_weight(param)
 
     def load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         for param in params:
@@ -52,15 +52,10 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
     module.register_load_state_dict_pre_hook(load)
 
 
-def _sharded_weight(param: DedicatedParam) -> DTensor:
-    shape, dtype = param.piece_shape, param.resting.dtype
+def _stock_weight(param: DedicatedParam) -> torch.Tensor:
     if param.resting.is_meta:
-        return _even_shard(torch.empty(shape, dtype=dtype, device="meta"), param)
-    piece = torch.empty(shape, dtype=dtype, device=param.layout.device)
-    if param.keeps_weight:
-        piece.copy_(param.local)
-    param.layout.broadcast_from_owner(piece, param.coordinate)
-    return _even_shard(piece, param)
+        return _as_stock(torch.empty(param.piece_shape, dtype=param.resting.dtype, device="meta"), param)
+    return _as_stock(param.piece(), param)
 
 
 @torch.no_grad()
@@ -70,7 +65,7 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     if param.resting.is_meta:
         return
     if param.keeps_weight:
-        param.local.copy_(whole if param.tp is None else whole[param.tp.pieces[param.tp.position]])
+        param.local.copy_(_piece_of(whole, param))
     param.mark_updated()
     param.published = param.version  # every replica has taken it over by itself
 
@@ -85,7 +80,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
         for index, resting in enumerate(params):
             param = optimizer._record(resting)
             if param is not None and _MOMENTUM in state.get(index, {}):
-                shard = _sharded_momentum(param, state[index][_MOMENTUM])
+                shard = _stock_momentum(param, state[index][_MOMENTUM])
                 state[index] = {**state[index], _MOMENTUM: shard}
         return {**state_dict, "state": state}
 
@@ -113,8 +108,8 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             whole = value.full_tensor() if isinstance(value, DTensor) else value
             optimizer.state[param.resting].pop(_MOMENTUM, None)
             local = optimizer._momentum(param)
-            if param.is_owner:
-                local.copy_(whole)
+            if param.keeps_state:
+                local.copy_(_piece_of(whole, param) if param.in_pieces else whole)
         loaded.clear()
 
     optimizer.register_state_dict_post_hook(save)
@@ -122,23 +117,30 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
     optimizer.register_load_state_dict_post_hook(after_load)
 
 
-def _sharded_momentum(param: DedicatedParam, momentum: DTensor) -> DTensor:
-    whole = torch.empty(param.full_shape, dtype=momentum.dtype, device=param.layout.device)
-    if param.is_owner:
-        whole.copy_(momentum._local_tensor)
-    if param.in_owner_row and param.tp is not None and param.is_cut:
-        param.tp.broadcast_from(whole, param.tp_owner)
-    param.layout.broadcast_from_owner(whole, param.coordinate)
-    return _even_shard(whole if param.tp is None else whole[param.tp.pieces[param.tp.position]], param)
+def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
+    state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
+    if param.keeps_state:
+        state.copy_(momentum._local_tensor)
+    if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
+        param.tp.broadcast_from(state, param.tp_owner)
+    param.layout.broadcast_from_owner(state, param.coordinate)
+    return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
 
 
-def _even_shard(piece: torch.Tensor, param: DedicatedParam) -> DTensor:
-    """The rows FSDP2 would keep here, as the DTensor it would have. piece: `piece_shape`.
+def _piece_of(whole: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+    """This rank's piece of a whole matrix, under tensor parallelism."""
+    return whole if param.tp is None else whole[param.tp.pieces[param.tp.position]]
 
-    FSDP2 cuts the rows of what tensor parallelism has left; where that has cut rows too, the result is not
-    contiguous, which the placement says.
+
+def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+    """What plain FSDP2 or DDP would have here, from this rank's `piece` of the whole (`piece_shape`).
+
+    DDP keeps it all. FSDP2 cuts the rows of what tensor parallelism has left; where that has cut rows too,
+    the result is not contiguous, which the placement says.
     """
     layout, rows = param.layout, piece.shape[0]
+    if layout.replicated:
+        return piece if param.tp is None else param.tp.wrap(piece.contiguous())
     chunk = -(-rows // layout.shard_size)
     start = min(layout.here.shard * chunk, rows)
     local = piece[start : min(start + chunk, rows)].clone()

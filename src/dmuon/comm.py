@@ -25,7 +25,8 @@ _ALIGNMENT_BYTES = 16  # vectorized loads, and what the kernels behind matrix pr
 class Traffic:
     """Payload this rank moved, by phase: a receiver of a broadcast and a sender of a reduction count.
 
-    Summed over the ranks of a group of N, a buffer of `n` bytes costs `(N - 1) * n` in either direction.
+    Summed over the ranks of a group of N, a buffer of `n` bytes costs `(N - 1) * n` in either direction, and
+    `2 (N - 1) n` where all ranks get the sum (each counts its share of that).
     """
 
     collectives: dict[str, int] = field(default_factory=dict)
@@ -102,6 +103,14 @@ class Channel:
             work = dist.reduce(buffer, self._ranks[target], group=self._group, async_op=True)
             self._count(buffer, target)
         return self._pending(work, buffer, f"reduction of {label}")
+
+    def all_reduce(self, buffer: torch.Tensor, label: str) -> Pending:
+        """Sum `buffer` over this channel, in place on all its ranks."""
+        work, size = None, len(self._ranks)
+        if size > 1:
+            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            self._traffic.add(self.phase, 2 * (size - 1) * buffer.numel() * buffer.element_size() // size)
+        return self._pending(work, buffer, f"all-reduce of {label}")
 
     def all_to_all(
         self,

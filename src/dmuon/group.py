@@ -14,7 +14,7 @@ from .channels import Channels
 from .parameter import DedicatedParam, Version
 from .pipeline import Pipeline
 
-Residency = Literal["until_backward_done", "while_used"]
+Residency = Literal["until_backward_done", "while_used", "always"]
 
 
 class DedicatedGroup:
@@ -72,14 +72,20 @@ class DedicatedGroup:
             bucket.wait_gathered()
 
     def release(self) -> None:
-        """Free the full weights."""
-        for bucket in self.buckets:
-            bucket.release()
+        """Free the full weights, unless they are to stay."""
+        if self.residency != "always":
+            for bucket in self.buckets:
+                bucket.release()
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is a view of the group's gathered weights, and must not outlive them."""
         is_plain = type(tensor) in (torch.Tensor, nn.Parameter)  # wrappers have no storage to ask for
         return is_plain and any(bucket.holds(tensor) for bucket in self.buckets)
+
+    def send(self) -> None:
+        """Issue all that a publish in flight still has to issue."""
+        for bucket in self.buckets:
+            bucket.send()
 
     def wait_published(self) -> None:
         """Wait until no publish of these weights is in flight."""
@@ -105,7 +111,7 @@ class DedicatedGroup:
             param.show_resting()
 
     def _build_buckets(self) -> None:
-        """Pack the parameters into buckets; again after a change of dtype or device."""
+        """Pack the parameters into buckets; again after a change of dtype, or of what stays in pieces."""
         for param in self.params:
             param.refresh()
             if param.resting.is_meta:
@@ -113,14 +119,16 @@ class DedicatedGroup:
                     f"{param.param_name} is still on the meta device. Call model.to_empty(device=...) and "
                     "initialise the weights before the first forward."
                 )
-        if self.buckets and all(p.resting.dtype == b.master_dtype for b in self.buckets for p in b.params):
+        if self.buckets and all(bucket.is_current for bucket in self.buckets):
             return
-        self.release()
+        self.wait_gathered()  # no release: the master weights may lie in the buffers; these go by themselves
         by_key: dict[tuple, list[DedicatedParam]] = {}
         for param in self.params:
             slot = param.layout.slot_of(param.coordinate)
             cut_into = param.tp.ranks if param.tp is not None and param.is_cut else ()
-            by_key.setdefault((slot, str(param.resting.dtype), cut_into), []).append(param)
+            copies = param.tp.copies if param.tp is not None and len(param.tp.copies) > 1 else ()
+            key = (slot, str(param.resting.dtype), cut_into, copies, param.in_pieces)
+            by_key.setdefault(key, []).append(param)
         self.buckets = [
             Bucket(params, self._channels, self.precision, f"group {self.name!r}, owner slot {key[0]}")
             for key, params in sorted(by_key.items(), key=lambda item: item[0])

@@ -1,7 +1,7 @@
 """Where things live: the data-parallel mesh as dmuon sees it, and the owner coordinate on it.
 
-Every layout is a value here. FSDP2 on one mesh dim and HSDP on two differ in `replicate_size` alone; the
-engine reads the sizes and does not ask which of the two it serves.
+Every layout is a value here. FSDP2 on one mesh dim and HSDP on two differ in `replicate_size` alone, DDP in
+`replicated`; the engine reads these values and has no code of its own for any layout.
 """
 
 from __future__ import annotations
@@ -32,12 +32,16 @@ class DataParallelLayout:
 
     `mesh` is the very mesh that FSDP2 is given: `(shard,)`, or `(replicate, shard)` under HSDP, so that
     dedicated and base parameters meet in the same DTensor operations.
+
+    Under DDP (`replicated`) the one mesh dim is the row: the owner's weights go to all of it after every
+    step, and stay there.
     """
 
     mesh: DeviceMesh
     row: tuple[int, ...]  # global ranks that share my replicate coordinate, by shard coordinate
     column: tuple[int, ...]  # global ranks that share my shard coordinate, by replicate coordinate
     here: Owner  # my own coordinate
+    replicated: bool = False  # DDP: every rank of the row keeps the gathered weights all the time
 
     @property
     def shard_size(self) -> int:
@@ -94,6 +98,15 @@ class DataParallelLayout:
         """Whether this rank is the owner: it keeps momentum and gradient and runs Newton-Schulz."""
         return self.here == owner
 
+    @property
+    def publish_ranks(self) -> tuple[int, ...]:
+        """Those who keep a weight and get the new one after a step: the column, under DDP the row."""
+        return self.row if self.replicated else self.column
+
+    def publish_source(self, owner: Owner) -> int:
+        """Position of the owner in `publish_ranks`."""
+        return owner.shard if self.replicated else owner.replicate
+
     def weight_placements(self) -> tuple[Placement, ...]:
         """Placements of a resting weight, which are FSDP2's own."""
         return (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
@@ -111,12 +124,15 @@ class DataParallelLayout:
             dist.broadcast(whole, self.row[owner.shard], group=self.mesh.get_group(self.mesh.ndim - 1))
 
     @classmethod
-    def from_meshes(cls, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None = None) -> DataParallelLayout:
+    def from_meshes(
+        cls, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None = None, *, replicated: bool = False
+    ) -> DataParallelLayout:
         """Read the layout off the meshes the user passed.
 
         Args:
             mesh: the 1-D mesh that shards, or the 2-D `(replicate, shard)` mesh of HSDP.
             replicate_mesh: the 1-D mesh that replicates, from the same root mesh as `mesh`.
+            replicated: for DDP: `mesh` has one dim, over which the model is whole on every rank.
 
         Raises:
             TypeError: if an argument is not a DeviceMesh.
@@ -128,6 +144,11 @@ class DataParallelLayout:
                 raise TypeError(f"{name} must be a DeviceMesh, got {type(value).__name__}")
         if replicate_mesh is not None:
             mesh = _hsdp_mesh(mesh, replicate_mesh)
+        if replicated and mesh.ndim != 1:
+            raise ValueError(
+                f"for DDP, mesh must have one dim, got {mesh.ndim}. Pass the data-parallel slice, such as "
+                'mesh["dp"]; several dims can be made one: mesh["replicate", "shard"]._flatten("dp").'
+            )
         if mesh.ndim not in (1, 2):
             raise ValueError(
                 f"mesh must have one dim (FSDP2) or two, (replicate, shard) (HSDP); got {mesh.ndim} dims. "
@@ -144,7 +165,7 @@ class DataParallelLayout:
         row = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
         column = dist.get_process_group_ranks(mesh.get_group(0)) if mesh.ndim == 2 else [dist.get_rank()]
         here = Owner(coordinate[-1], coordinate[0] if mesh.ndim == 2 else 0)
-        return cls(mesh, tuple(row), tuple(column), here)
+        return cls(mesh, tuple(row), tuple(column), here, replicated)
 
 
 def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh:

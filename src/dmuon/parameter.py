@@ -36,6 +36,8 @@ class DedicatedParam:
         mesh: the mesh of its resting form: the data-parallel dims, then the tensor-parallel ones.
         tp: how tensor parallelism holds it; None for a plain parameter.
         tp_owner: position in the TP group of the rank that runs Newton-Schulz.
+        in_pieces: the gradient and the momentum of a cut parameter stay where its pieces are, instead of
+            whole on the TP owner (the distributed Gram form).
     """
 
     def __init__(
@@ -55,11 +57,14 @@ class DedicatedParam:
         self.coordinate = owner
         self.tp = tp
         self.tp_owner = tp_owner
+        self.in_pieces = False
         self.gathered: nn.Parameter | None = None
         self.published: Version | None = None  # the version that every replica has; None: never published
         self._epoch = 0
         # Set while a publish of this weight is in flight: what a reader has to wait for.
         self.before_read: Callable[[], None] | None = None
+        # Under DDP: which version of the weight every rank has, unrounded, in its gathered parameter.
+        self.everywhere: Version | None = None
 
         source = cast(nn.Parameter, module._parameters[attribute])
         self.full_shape = source.shape
@@ -127,6 +132,16 @@ class DedicatedParam:
         return self.in_owner_row and self.is_tp_owner
 
     @property
+    def keeps_state(self) -> bool:
+        """Whether this rank keeps the gradient and the momentum, or its pieces of them."""
+        return self.in_owner_row if self.in_pieces else self.is_owner
+
+    @property
+    def state_shape(self) -> torch.Size:
+        """Shape of the gradient and the momentum where they are kept: the whole matrix, or a piece."""
+        return self.piece_shape if self.in_pieces else self.full_shape
+
+    @property
     def keeps_weight(self) -> bool:
         """Whether this rank keeps the weight, or a piece, at rest (the owner row and its HSDP replicas)."""
         return self.layout.keeps_weight(self.coordinate)
@@ -146,9 +161,7 @@ class DedicatedParam:
         """The process group of the ranks that hold the pieces; None if it is not cut, or by several dims."""
         if self.tp is None or not self.is_cut:
             return None
-        groups = [g for g in self.tp.mesh.get_all_groups() if g.size() == self.tp.size]
-        same = [g for g in groups if tuple(dist.get_process_group_ranks(g)) == self.tp.ranks]
-        return same[0] if same else None
+        return self.tp.shared_group(self.tp.ranks)
 
     @property
     def piece_shape(self) -> torch.Size:
@@ -202,9 +215,33 @@ class DedicatedParam:
                 "without assign=True, and replace weights in place (under torch.no_grad())."
             )
         if "full_tensor" not in self.resting.__dict__:
+            self._epoch += 1  # what has dropped the attribute has replaced the weight
             # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
             # stead; a weak reference, so that the parameter does not keep the engine alive.
             self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
+
+    def rest_in(self, view: torch.Tensor) -> None:
+        """Keep the resting weight in `view`, which holds its value already (`piece_shape`, same dtype)."""
+        cast(DTensor, self.resting)._local_tensor = view
+
+    @torch.no_grad()
+    def piece(self) -> torch.Tensor:
+        """This rank's piece of the owner's weight, a new tensor; collective over the data-parallel ranks,
+        but under DDP no more than once after a change.
+
+        shape: `piece_shape`, dtype: that of the resting weight.
+        """
+        self.refresh()
+        if self.before_read is not None:  # on all ranks: a publish may need them all
+            self.before_read()
+        if self.everywhere == self.version:
+            assert self.gathered is not None
+            return local_part(self.gathered).clone()
+        piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
+        if self.keeps_weight:
+            piece.copy_(self.local)
+        self.layout.broadcast_from_owner(piece, self.coordinate)
+        return piece
 
     @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
@@ -212,10 +249,7 @@ class DedicatedParam:
 
         shape: `full_shape`, dtype: that of the resting weight.
         """
-        piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
-        if self.keeps_weight:
-            piece.copy_(self.local)
-        self.layout.broadcast_from_owner(piece, self.coordinate)
+        piece = self.piece()
         return piece if self.tp is None else self.tp.wrap(piece).full_tensor()
 
     def show_gathered(self) -> None:
@@ -242,25 +276,22 @@ class DedicatedParam:
         return (*self.layout.weight_placements()[:-1], rows, *tp.placements)
 
     def wrap_owned(self, local: torch.Tensor | None, dtype: torch.dtype) -> DTensor:
-        """What lives whole on the one owner, as a DTensor: gradient and momentum.
+        """What lives with the one owner, as a DTensor: gradient and momentum.
 
         Args:
-            local: `full_shape` on the owner; None elsewhere.
+            local: `state_shape` where `keeps_state`; None elsewhere.
             dtype: of the result.
         """
         if local is None:
             local = torch.empty((0, *self.full_shape[1:]), dtype=dtype, device=self.layout.device)
-        placements = self.layout.owner_placements() + (
-            self.tp.owner_placements if self.tp is not None else ()
-        )
-        return wrap_local(local.to(dtype), self.full_shape, self.mesh, placements)
+        return wrap_local(local.to(dtype), self.full_shape, self.mesh, self.owner_placements)
 
     @torch.no_grad()
     def add_gradient(self, local: torch.Tensor | None, count: torch.Tensor | None) -> None:
         """Set `resting.grad`, or add to it, on all ranks.
 
         Args:
-            local: the averaged gradient, `full_shape`, on the owner; None elsewhere.
+            local: the averaged gradient, `state_shape`, where `keeps_state`; None elsewhere.
             count: in the owner row, one element: the number of ranks that had a gradient; None if it is known
                 not to be 0.
         """
@@ -287,11 +318,14 @@ class DedicatedParam:
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:
-        """Placements on `mesh` of what lives whole on the one owner."""
-        return self.layout.owner_placements() + (self.tp.owner_placements if self.tp is not None else ())
+        """Placements on `mesh` of what lives with the one owner."""
+        if self.tp is None:
+            return self.layout.owner_placements()
+        pieces = self.tp.placements if self.in_pieces else self.tp.owner_placements
+        return self.layout.owner_placements() + pieces
 
     def local_gradient(self) -> torch.Tensor:
-        """The gradient on the owner, `full_shape`; no rows elsewhere. Call it in the whole owner row.
+        """The gradient, `state_shape`, where `keeps_state`; no rows elsewhere. All of the owner row calls it.
 
         One that somebody else has set (such as `zeros_like` of the parameter, as
         `get_optimizer_state_dict` does) may lie there in pieces, which are brought together.
@@ -299,9 +333,14 @@ class DedicatedParam:
         gradient = self.resting.grad
         assert isinstance(gradient, DTensor)
         local = gradient._local_tensor
-        if gradient.placements == self.owner_placements or self.tp is None:
+        if gradient.placements == self.owner_placements or self.tp is None or self.in_pieces:
             return local
         return self.tp.wrap(local).full_tensor()
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """A DTensor's local tensor, without autograd; any other tensor's data."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def is_resting(tensor: torch.Tensor) -> bool:

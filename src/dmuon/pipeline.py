@@ -69,15 +69,18 @@ class Pipeline(Generic[T]):
             if not operation.done:
                 limit = operation.stage
 
-    def finish(self) -> list[T]:
-        """Wait for all operations; what they returned, in order."""
-        while any(not operation.done for operation in self._operations):
-            for operation in self._operations:  # a stage of each in turn, so that they overlap
+    def finish(self, last: Operation[T] | None = None) -> list[T]:
+        """Wait for all operations, or for those up to `last`; what they returned, in order."""
+        count = len(self._operations)
+        if last is not None:
+            count = self._operations.index(last) + 1 if last in self._operations else 0
+        due = self._operations[:count]
+        while any(not operation.done for operation in due):
+            for operation in due:  # a stage of each in turn, so that they overlap
                 if not operation.done:
                     operation.advance()
-        results = [operation.result for operation in self._operations]
-        self._operations.clear()
-        return results
+        del self._operations[:count]
+        return [operation.result for operation in due]
 
     def clear(self) -> None:
         """Forget all operations."""

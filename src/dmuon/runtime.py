@@ -33,6 +33,7 @@ from .group import DedicatedGroup, Residency
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 from .pipeline import Pipeline
+from .replicate import Replicas
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +48,8 @@ class Options:
     precision: Precision | None  # None: follow the enclosing FSDP2 module
     hook_boundary: Callable[[str, nn.Module], bool] | None  # None: follow fully_shard, else the blocks
     process_groups: ProcessGroups
+    reuse_gather: bool = False  # keep the buffers of exchanges towards the TP owners
+    reuse_scatter: bool = False  # and of those back
 
 
 class Runtime:
@@ -65,6 +68,7 @@ class Runtime:
         self.params = params  # in module order
         self.options = options
         self.groups: list[DedicatedGroup] = []  # in module order
+        self.replicas: Replicas | None = None  # the base parameters, where `replicate` is to care for them
         self.traffic = Traffic()
         self._by_resting = {id(param.resting): param for param in params}
         self._next_group: dict[DedicatedGroup, DedicatedGroup] = {}  # as last seen in a forward
@@ -74,6 +78,7 @@ class Runtime:
         self._reductions: Pipeline[HandOver] = Pipeline()
         self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
         self._next_to_reduce = 0
+        self._channels: Channels | None = None
         self._isolated = True
         self._complete: list[DedicatedGroup] = []  # have all their gradients, still hold their weights
         model.__dict__[_ATTRIBUTE] = self
@@ -83,6 +88,8 @@ class Runtime:
         for module, names in attributes.items():
             base.hide_from_fully_shard(module, names)
         model.register_forward_pre_hook(self._root_pre_forward)
+        if layout.replicated:
+            model.register_forward_hook(self._root_post_forward)
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise TypeError(
@@ -116,7 +123,15 @@ class Runtime:
         for param in self.params:
             holder = param.param_name.rpartition(".")[0]
             members[base.enclosing(holder, boundaries) or ""].append(param)
-        channels = Channels(self.layout, self.params, self.options.process_groups)
+        channels = Channels(
+            self.layout,
+            self.params,
+            self.options.process_groups,
+            replicates_base=self.replicas is not None,
+            reuse_gather=self.options.reuse_gather,
+            reuse_scatter=self.options.reuse_scatter,
+        )
+        self._channels = channels
         self.traffic = channels.traffic
         self._isolated = channels.isolated
         sharded = base.sharded_modules(self.model)
@@ -124,6 +139,9 @@ class Runtime:
             if params:
                 self._add_group(name, boundaries[name], params, channels, sharded)
         self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
+        if self.replicas is not None:
+            assert channels.base is not None
+            self.replicas.start(channels.base, self._advance_reductions)
         logger.debug("sealed: %s", self.groups)
 
     def check(self) -> None:
@@ -131,12 +149,18 @@ class Runtime:
 
         Raises:
             RuntimeError: for a dedicated parameter that another one has replaced.
-            ValueError: if `fully_shard` averages gradients over other ranks.
+            ValueError: if `fully_shard` averages gradients over other ranks, or is used together with DDP.
         """
         for param in self.params:
             param.refresh()
         ours = self.layout.mesh.mesh.flatten().tolist()
         sharded = base.sharded_modules(self.model)
+        if sharded and self.layout.replicated:
+            raise ValueError(
+                f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
+                "parameters were chosen for DDP. Use dmuon.dedicate_params with fully_shard, or "
+                "dmuon.replicate in its place."
+            )
         for param in self.params:
             around = base.enclosing(param.param_name.rpartition(".")[0], sharded)
             theirs = base.data_parallel_ranks(sharded[around]) if around is not None else None
@@ -196,8 +220,28 @@ class Runtime:
         if self._in_backward:
             return
         self._end_of_order()
+        if self.layout.replicated:
+            self._update_replicas()
         if not was_sealed and self.groups[0].module is module:
             self._pre_forward(self.groups[0])  # its own hook came too late for this call
+
+    def _update_replicas(self) -> None:
+        """Under DDP: all that has changed is sent now. The modules to come may differ between ranks."""
+        self._recover()
+        if self.replicas is not None:
+            self.replicas.synchronize()
+        for group in self.groups:
+            group.send()
+        for group in self.groups:
+            group.gather()
+
+    def _root_post_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Under DDP: a backward through the model is seen on every rank, whatever it ran."""
+        if self._in_backward or not torch.is_grad_enabled():
+            return
+        for tensor in _tensors(output):
+            if tensor.requires_grad and not tensor.is_leaf:
+                tensor.register_hook(lambda _: self._begin_backward())
 
     def _pre_forward(self, group: DedicatedGroup) -> None:
         group.depth += 1
@@ -302,6 +346,9 @@ class Runtime:
         self._ended = weakref.ref(callback, self._backward_is_over)
         self._unfinished = True
         # Who takes part is fixed now: what a recomputation adds may come at different times on the ranks.
+        # Under DDP all do: without gathers, nothing says that the other ranks have run the same groups.
+        for group in self.groups:
+            group.ran = group.ran or (self.layout.replicated and bool(group.buckets))
         self._in_turn = [group for group in reversed(self.groups) if group.ran]
         Variable._execution_engine.queue_callback(callback)
 
@@ -315,9 +362,16 @@ class Runtime:
         self._begin_backward()
         if group.all_arrived:
             self._complete.append(group)
+        self._advance_reductions()
+
+    def _advance_reductions(self) -> None:
+        """A gradient has arrived: start and take forward what can be."""
+        self._begin_backward()
         # Whose gradients are complete when, and when a stage is over, differs between ranks. Process groups
         # shared with FSDP2 and with our gathers do not bear that, so there all waits for the end of backward.
         if self._isolated:
+            if self.replicas is not None:
+                self.replicas.reduce_complete()
             self._reduce_complete()
             self._reductions.poll()
 
@@ -337,6 +391,8 @@ class Runtime:
         for group in (*self._in_turn, *late):
             if group.ran and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
+        if self.replicas is not None:
+            self.replicas.finish()
         for hand_over in self._reductions.finish():
             hand_over()
         for group in self.groups:
@@ -361,19 +417,36 @@ class Runtime:
             self._reductions.finish()
         for group in self.groups:
             group.abort()
+        if self.replicas is not None:
+            self.replicas.abort()
         self._reset()
 
     # After the step
 
-    def publish(self, updates: Mapping[DedicatedParam, Update], *, wait: bool) -> None:
-        """Bring updates to the pieces, and weights to those who keep a copy.
+    def keep_in_pieces(self, chooses: Callable[[DedicatedParam, torch.dtype, torch.dtype], bool]) -> None:
+        """Decide whose gradient and momentum stay in pieces, before the first step.
+
+        chooses: of a parameter and the dtypes in which its gradient and its update would travel.
+        """
+        for group in self.groups:
+            for param in group.params:
+                master = param.resting.dtype
+                reduce = group.precision.reduce or group.precision.compute or master
+                in_pieces = chooses(param, reduce, master)
+                if in_pieces != param.in_pieces and group.ran:
+                    raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
+                param.in_pieces = in_pieces
+        assert self._channels is not None
+        self._channels.has_gram_stage = any(param.in_pieces for param in self.params)
+
+    def publish(self, updates: Mapping[DedicatedParam, Update]) -> None:
+        """Start to bring updates to the pieces, and weights to those who keep a copy.
 
         On all ranks, with the same parameters.
         """
+        self.wait_published()  # a channel belongs to one stage only within one step
         for group in self.groups:
             group.publish(updates)
-        if wait:
-            self.wait_published()
 
     def wait_published(self) -> None:
         """Wait until no publish is in flight."""

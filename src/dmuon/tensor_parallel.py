@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
 from .layout import wrap_local
 
@@ -29,6 +29,7 @@ class TensorParallel:
     ranks: tuple[int, ...]  # global ranks of this rank's TP group, by position
     position: int  # of this rank in `ranks`
     pieces: tuple[Slices, ...]  # of the full tensor, by position
+    copies: tuple[int, ...] = ()  # global ranks that hold the same piece as this rank, itself among them
 
     @property
     def size(self) -> int:
@@ -40,6 +41,12 @@ class TensorParallel:
         """The tensor dim that is cut; the first mesh dim's, if several cut different ones; None if uncut."""
         dims = [self.placements[dim].dim for dim in self.cutting]  # type: ignore[attr-defined]
         return dims[0] if dims else None
+
+    @property
+    def gram_numel(self) -> int:
+        """Elements of one triangle of the small Gram matrix, diagonal included."""
+        side = min(self.shape)
+        return side * (side + 1) // 2
 
     @property
     def piece_shape(self) -> torch.Size:
@@ -71,6 +78,31 @@ class TensorParallel:
         sizes = self.mesh.shape
         return tuple(d for d, (p, n) in enumerate(zip(self.placements, sizes, strict=True)) if _cuts(p, n))
 
+    def shared_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """The mesh's own process group of these ranks; None if no single mesh dim has it."""
+        same = (g for g in self.mesh.get_all_groups() if tuple(dist.get_process_group_ranks(g)) == ranks)
+        return next(same, None)
+
+    def addend(self, gradient: DTensor) -> torch.Tensor:
+        """This rank's addend of the gradient of its piece: the sum over `copies` is the whole.
+
+        No collective, so that some copies may have a gradient and others none: what is Partial is an addend
+        already, and of what all copies have alike, the first one's counts.
+        """
+        sums = [p == Partial() and own.is_replicate() for p, own in self._pairs(gradient)]
+        if any(p != own and not is_sum for (p, own), is_sum in zip(self._pairs(gradient), sums, strict=True)):
+            gradient = gradient.redistribute(placements=self.placements)  # a rare layout
+            sums = [False] * len(sums)
+        local = gradient.to_local()
+        coordinate = self.mesh.get_coordinate()
+        assert coordinate is not None
+        alike = zip(coordinate, self.placements, sums, strict=True)
+        counts_elsewhere = any(c > 0 and own.is_replicate() and not is_sum for c, own, is_sum in alike)
+        return torch.zeros_like(local) if counts_elsewhere else local
+
+    def _pairs(self, gradient: DTensor) -> list[tuple[Placement, Placement]]:
+        return list(zip(gradient.placements, self.placements, strict=True))
+
     def broadcast_from(self, tensor: torch.Tensor, position: int) -> None:
         """Bring a tensor from one position to all of the TP group, in place, one mesh dim after the other.
 
@@ -99,7 +131,9 @@ class TensorParallel:
             for where in itertools.product(*map(range, sizes))  # row-major
         )
         ranks = tuple(grid.flatten().tolist())
-        return cls(mesh, tuple(placements), shape, ranks, ranks.index(dist.get_rank()), pieces)
+        same = tuple(coordinate[dim] if dim in cutting else slice(None) for dim in range(mesh.ndim))
+        copies = tuple(mesh.mesh[same].flatten().tolist())
+        return cls(mesh, tuple(placements), shape, ranks, ranks.index(dist.get_rank()), pieces, copies)
 
 
 def _cuts(placement: Placement, size: int) -> bool:

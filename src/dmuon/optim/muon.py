@@ -9,6 +9,7 @@ from typing import Any, overload
 
 import torch
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -16,7 +17,9 @@ from .. import base, checkpoint
 from ..bucket import Update
 from ..inspect import summary
 from ..parameter import DedicatedParam
+from ..replicate import ddp_around, ddp_ranks
 from ..runtime import find_runtime
+from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
 from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
 
@@ -32,7 +35,8 @@ class Muon(Optimizer):
        Newton-Schulz on the whole matrix, decays and updates the weight. The other ranks do nothing for it,
        and no collective is issued: the gradient came to the owner during backward, and the next forward
        gathers the new weight.
-    2. *Publish* (HSDP only). The owners start to send the new weights to their replicas.
+    2. *Publish*, where somebody keeps a copy: the owners start to send updates to tensor-parallel pieces, and
+       new weights to HSDP replicas or, under DDP, to everyone.
     3. *AdamW* updates the base parameters, as `torch.optim.AdamW` would.
     4. With `replicate_async=False`, wait for what phase 2 has started.
 
@@ -65,6 +69,11 @@ class Muon(Optimizer):
         maximize: ascend instead of descend.
         ns_algorithm: "direct", "gram", or "auto" by operation count.
         momentum_dtype: dtype of the momentum buffers.
+        tp_distributed_gram: leave the gradient and the momentum of a matrix that tensor parallelism cuts by
+            its long side in pieces, and send its small Gram matrix (in float64) and a factor instead of
+            pieces of gradient and update. The update is the same, whatever `ns_dtype` and `ns_algorithm`.
+        tp_distributed_gram_policy: "beneficial" does so where it moves fewer bytes, "always" wherever it can
+            be done, "never" nowhere.
         adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA.
 
     Raises:
@@ -95,6 +104,8 @@ class Muon(Optimizer):
         *,
         ns_algorithm: str = "auto",
         momentum_dtype: torch.dtype = torch.float32,
+        tp_distributed_gram: bool = False,
+        tp_distributed_gram_policy: GramPolicy = "beneficial",
         adamw_fused: bool | None = None,
     ) -> None:
         self._runtime = find_runtime(model)
@@ -129,10 +140,14 @@ class Muon(Optimizer):
         self._adamw: AdamW | None = None
         _check_muon({**self._muon_defaults})
         _check_adamw(self._adamw_defaults)
+        gram_policy = check_policy(tp_distributed_gram_policy) if tp_distributed_gram else "never"
+        if gram_policy != "never":
+            check_triples(resolve_coefficients(ns_coefficients, ns_steps))
         self._check_base_parameters()
         super().__init__(self._complete_groups(param_groups or ()), {})
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
         self._runtime.seal()
+        self._runtime.keep_in_pieces(partial(chooses, gram_policy))
         checkpoint.install_optimizer_hooks(self)
         logger.info("%s", summary(model))
 
@@ -207,16 +222,37 @@ class Muon(Optimizer):
 
     def _check_base_parameters(self) -> None:
         """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence."""
-        if self._runtime.layout.size == 1:
+        runtime, layout = self._runtime, self._runtime.layout
+        if layout.size == 1:
             return
-        for name, param in self._model.named_parameters():
-            if param.requires_grad and self._record(param) is None and not isinstance(param, DTensor):
+        if layout.replicated:
+            wrapper = ddp_around(self._model, runtime.model)
+            if wrapper is not None and ddp_ranks(wrapper) != list(layout.row):
                 raise ValueError(
-                    f"{name} is neither dedicated nor sharded, so nothing would average its gradient over "
-                    f"the {self._runtime.layout.size} data-parallel ranks. Wrap the model with "
-                    "fully_shard(model, mesh=...) after dedicate_params and before dmuon.Muon, or freeze the "
-                    "parameter."
+                    f"DistributedDataParallel averages over the ranks {ddp_ranks(wrapper)}, the dedicated "
+                    f"parameters over {list(layout.row)}; give it process_group=mesh.get_group()"
                 )
+            if wrapper is not None or runtime.replicas is not None:
+                return
+            cure = (
+                "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
+                "or wrap the model in DistributedDataParallel and give dmuon.Muon the wrapped model."
+            )
+        else:
+            cure = (
+                "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before "
+                "dmuon.Muon, or freeze the parameter."
+            )
+        averaged = base.managed_parameters(self._model)
+        for name, param in self._model.named_parameters():
+            if not param.requires_grad or self._record(param) is not None or id(param) in averaged:
+                continue
+            if isinstance(param, DTensor) and _has_dims_of(param.device_mesh, layout.mesh):
+                continue
+            raise ValueError(
+                f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
+                f"{layout.size} data-parallel ranks. {cure}"
+            )
 
     # The step
 
@@ -238,7 +274,8 @@ class Muon(Optimizer):
             with torch.enable_grad():
                 loss = closure()
         self._verify_parameters()
-        self._runtime.publish(self._owners_update(), wait=False)
+        self._runtime.wait_published()  # of an earlier step: it may have to read momentum still
+        self._runtime.publish(self._owners_update())
         self._step_adamw()
         if not self.replicate_async:
             self._runtime.wait_published()
@@ -268,34 +305,41 @@ class Muon(Optimizer):
         return updates
 
     def _update(self, param: DedicatedParam, rule: UpdateRule, group: dict[str, Any]) -> Update:
-        """Orthogonalize on the owner; update a whole weight at once, pieces when they are published."""
+        """Orthogonalize on the owner; update a whole weight at once, pieces when they are published.
+
+        A matrix that stays in pieces is orthogonalized by the publish, too.
+        """
         momentum = self._momentum(param)
         if not (param.in_owner_row and param.had_gradient()):
-            return Update(None, None)
-        orthogonal = None
+            return Update()
         gradient = param.local_gradient()
-        if param.is_owner:
-            orthogonal = newton_schulz(
-                momentum_step(momentum, gradient, rule),
-                steps=group["ns_steps"],
-                coefficients=group["ns_coefficients"],
-                dtype=group["ns_dtype"],
-                algorithm=group["ns_algorithm"],
-            )
         apply = partial(apply_update, rule=rule, shape=param.full_shape)
+        if not param.keeps_state:
+            return Update(apply=apply)
+        direction = momentum_step(momentum, gradient, rule)
+        if param.in_pieces:
+            triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+            check_triples(triples)
+            return Update(apply=apply, gram=GramUpdate(direction, param.shard_dim == 0, triples))
+        orthogonal = newton_schulz(
+            direction,
+            steps=group["ns_steps"],
+            coefficients=group["ns_coefficients"],
+            dtype=group["ns_dtype"],
+            algorithm=group["ns_algorithm"],
+        )
         if param.is_cut:
             return Update(orthogonal, apply)
-        assert orthogonal is not None
         apply(param.local, orthogonal)
-        return Update(None, None)
+        return Update()
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:
-        """This rank's part of the momentum: the whole matrix on the owner, no rows elsewhere."""
+        """This rank's part of the momentum: `state_shape` where it is kept, no rows elsewhere."""
         state = self.state[param.resting]
         if "momentum_buffer" not in state:
             zeros = None
-            if param.is_owner:
-                zeros = torch.zeros(param.full_shape, dtype=self.momentum_dtype, device=param.layout.device)
+            if param.keeps_state:
+                zeros = torch.zeros(param.state_shape, dtype=self.momentum_dtype, device=param.layout.device)
             state["momentum_buffer"] = param.wrap_owned(zeros, self.momentum_dtype)
         return state["momentum_buffer"]._local_tensor
 
@@ -328,6 +372,11 @@ class Muon(Optimizer):
                         "before dmuon.Muon."
                     )
         self._verified = True
+
+
+def _has_dims_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether a mesh runs over all the ranks of another, so that its DTensors can be whole over them."""
+    return set(other.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist())
 
 
 def _by_mesh(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:

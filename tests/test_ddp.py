@@ -1,0 +1,420 @@
+"""DDP: the model whole on every rank, its matrices updated by their owners."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+import dmuon
+import layouts
+from dmuon.runtime import find_runtime
+from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
+from models import (
+    InnerProducts,
+    Transformer,
+    assert_ranks_equal,
+    assert_weights_close,
+    everything,
+    full_weights,
+    mean_backward,
+)
+from models import loss_of as token_loss
+from reference import ReferenceMuon
+
+DDP = {"ddp": 4}
+DDP_TP = {"ddp": 2, "tp": 2}
+BOTH = [pytest.param(DDP, id="ddp4"), pytest.param(DDP_TP, id="ddp2-tp2")]
+
+
+def train_inside_torchs_ddp() -> None:
+    torch.manual_seed(1)
+    model = Transformer()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    mesh = make_mesh(DDP)
+    dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=is_proj)
+    wrapped = DistributedDataParallel(model)
+    optimizer = dmuon.Muon(wrapped)
+    for step in range(3):
+        token_loss(wrapped, 10 * step + dist.get_rank()).backward()
+        mean_backward(oracle, token_loss, [10 * step + rank for rank in range(4)])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+    assert list(get_model_state_dict(wrapped)) == list(oracle.state_dict())
+
+
+def test_torchs_ddp_around_the_base_parameters(ranks):
+    ranks(4, train_inside_torchs_ddp)
+
+
+# What is kept where
+
+
+def storages(sizes: dict[str, int], param_dtype: torch.dtype | None) -> dict[str, int]:
+    """Bytes of dedicated weights this rank keeps after a step, counting each storage once."""
+    torch.manual_seed(1)
+    model = Model(width=32, hidden=64)
+    policy = None if param_dtype is None else MixedPrecisionPolicy(param_dtype=param_dtype)
+    distribute(model, sizes, mp_policy=policy)
+    optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
+    for _ in range(2):
+        with torch.autocast("cpu", torch.bfloat16, enabled=param_dtype is not None):
+            model(torch.randn(4, 32)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    optimizer.synchronize()
+    kept: dict[int, int] = {}
+    expected = 0
+    for param in dmuon.get_dedicated_params(model):
+        for tensor in (param.gathered, param.resting):
+            local = getattr(tensor, "_local_tensor", tensor)
+            storage = local.untyped_storage()
+            if local.numel():
+                kept[storage.data_ptr()] = storage.nbytes()
+        itemsize = 4 if param_dtype is None else param_dtype.itemsize
+        expected += param.piece_shape.numel() * itemsize
+        if param_dtype is not None and param.keeps_weight:
+            expected += param.piece_shape.numel() * 4
+    return {"kept": sum(kept.values()), "expected": expected}
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
+@pytest.mark.parametrize("sizes", BOTH)
+def test_no_second_copy_of_a_weight(ranks, sizes, param_dtype):
+    """The weights computed with, and a master on the owner where those are rounded: no more."""
+    for answer in ranks(4, storages, sizes, param_dtype):
+        assert answer["kept"] == answer["expected"]
+
+
+# What a rank uses alone
+
+
+class WithBias(InnerProducts):
+    """With base parameters of which one is used on the first rank alone, the other nowhere."""
+
+    def __init__(self, weights: list[torch.Tensor]) -> None:
+        super().__init__(weights)
+        self.bias = nn.Parameter(torch.ones(2))
+        self.shift = nn.Parameter(torch.ones(2))  # used everywhere: torch's DDP does not end without
+        self.spare = nn.Parameter(torch.ones(2))
+
+    def forward(self, targets: list[torch.Tensor | None]) -> torch.Tensor:
+        extra = self.bias.sum() if dist.get_rank() == 0 else 0
+        return super().forward(targets) + self.shift.sum() + extra
+
+
+def used_by_one(averages: str) -> dict[str, torch.Tensor]:
+    """b is used on rank 0 alone, c nowhere."""
+    torch.manual_seed(1)
+    weights = [torch.randn(4, 6) for _ in range(3)]
+    model = WithBias(weights)
+    mesh = make_mesh(DDP)
+    dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=lambda n, p: p.ndim == 2)
+    if averages == "torch":
+        wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    else:
+        wrapped = dmuon.replicate(model, mesh["dp"])
+    optimizer = dmuon.Muon(wrapped, lr=0.1, weight_decay=0.1)
+    target = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    for _ in range(2):
+        mine = [target, target if dist.get_rank() == 0 else None, None]
+        wrapped(mine).backward()
+        optimizer.step()
+        optimizer.synchronize()
+    weights = full_weights(model)
+    assert_ranks_equal(weights)
+    weights["momentum"] = optimizer.state[model.layers[1].weight]["momentum_buffer"]._local_tensor
+    assert model.spare.grad is None
+    torch.testing.assert_close(model.bias.grad, torch.full((2,), 0.5))  # 1/4 and 1/4
+    return weights
+
+
+@pytest.mark.parametrize("averages", ["torch", "ours"])
+def test_a_parameter_used_on_one_rank_only(ranks, averages):
+    torch.manual_seed(1)
+    weights = [torch.randn(4, 6) for _ in range(3)]
+    target = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
+    oracle = InnerProducts(weights)
+    reference = ReferenceMuon(oracle, everything, lr=0.1, weight_decay=0.1)
+    for step in (1, 2):  # gradients are not zeroed in between
+        oracle.layers[0].weight.grad = step * target
+        oracle.layers[1].weight.grad = step * target / 4
+        reference.step()
+    answers = ranks(4, used_by_one, averages)
+    for index, layer in enumerate(oracle.layers):
+        difference = (answers[0][f"layers.{index}.weight"] - layer.weight).abs().max()
+        assert difference < 1e-5, index
+    buffers = [a["momentum"] for a in answers if a["momentum"].numel()]
+    assert len(buffers) == 1
+    torch.testing.assert_close(buffers[0], reference.buffers[oracle.layers[1].weight], atol=1e-6, rtol=0)
+
+
+class Skipping(nn.Module):
+    """Ranks run different layers, as with experts or LayerDrop, or none of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layouts.Layer(6, 13) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, chosen: list[int], recompute: bool = False) -> torch.Tensor:
+        for index in chosen:
+            layer = self.layers[index]
+            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+        return self.head(x)
+
+
+def skip(sizes: dict[str, int], recompute: bool) -> None:
+    torch.manual_seed(1)
+    model = Skipping()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes)
+    mine, replicas = layouts.data_rank(sizes)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        step, rank = divmod(seed, 10)
+        chosen = [i for i in range(3) if (step + rank + i) % 3 or rank == i] if step != 2 else []
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        return m(x, chosen, recompute).square().mean()
+
+    for step in range(5):
+        loss(model, 10 * step + mine).backward()
+        mean_backward(oracle, loss, [10 * step + rank for rank in range(replicas)])
+        optimizer.step()
+        reference.step()
+        if step == 3:  # a second step without a forward in between
+            optimizer.step()
+            reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        if step % 2:  # else the next forward finds the publish in flight
+            assert_weights_close(model, oracle)
+    assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("sizes", BOTH)
+def test_ranks_may_run_different_layers(ranks, sizes, recompute):
+    ranks(4, skip, sizes, recompute)
+
+
+# Equal from the start
+
+
+def different_seeds(sizes: dict[str, int]) -> None:
+    torch.manual_seed(dist.get_rank())
+    model = Model()
+    model.register_buffer("running", torch.randn(3))
+    model.register_buffer("steps", torch.tensor(dist.get_rank()))
+    if "tp" in sizes:  # the ranks of one replica share their weights, as parallelize_module expects
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(
+                tensor.detach(),
+                dist.get_rank() // 2 * 2,
+                group=dist.new_group(
+                    [dist.get_rank() // 2 * 2, dist.get_rank() // 2 * 2 + 1], use_local_synchronization=True
+                ),
+            )
+    build(model, sizes)
+    loss_of(model, 0)
+    assert_ranks_equal(full_weights(model) | {"running": model.running, "steps": model.steps})
+
+
+@pytest.mark.parametrize("sizes", BOTH)
+def test_different_seeds_are_made_equal(ranks, sizes):
+    ranks(4, different_seeds, sizes)
+
+
+def on_meta(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    oracle = Model()
+    reference = ReferenceMuon(oracle, is_proj)
+    with torch.device("meta"):
+        model = Model()
+    distribute(model, sizes)
+    model.to_empty(device="cpu")
+    for name, param in model.named_parameters():
+        with torch.no_grad():
+            value = oracle.get_parameter(name)
+            if isinstance(param, DTensor):
+                value = distribute_tensor(value, param.device_mesh, param.placements)
+            record = find_runtime(model).record_of(param)
+            if record is None:
+                param.copy_(value)
+            elif record.keeps_weight:
+                whole = oracle.get_parameter(name)
+                record.local.copy_(
+                    whole if record.tp is None else whole[record.tp.pieces[record.tp.position]]
+                )
+            if record is not None:
+                record.mark_updated()
+    optimizer = dmuon.Muon(model)
+    mine, replicas = layouts.data_rank(sizes)
+    for step in range(2):
+        loss_of(model, 10 * step + mine).backward()
+        mean_backward(oracle, loss_of, [10 * step + rank for rank in range(replicas)])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+    assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", BOTH)
+def test_meta_device_construction(ranks, sizes):
+    ranks(4, on_meta, sizes)
+
+
+def change_dtype() -> None:
+    """The owner's weights lie in the gathered buffers: a change of dtype must not lose them."""
+    torch.manual_seed(1)
+    model = Transformer()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    mesh = make_mesh(DDP)
+    dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=is_proj)
+    dmuon.replicate(model, mesh["dp"])
+    token_loss(model, 0)
+    for dtype in (torch.float64, torch.bfloat16):
+        model.to(dtype)
+        token_loss(model, 0)
+        for name, weight in full_weights(model).items():
+            assert weight.dtype == dtype
+            assert torch.equal(weight, before[name].to(dtype)), name
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    token_loss(model, 0)
+    for param in dmuon.get_dedicated_params(model):
+        assert torch.equal(param.gathered.detach(), 2 * before[param.param_name].bfloat16())
+
+
+def test_changes_of_dtype_and_in_place(ranks):
+    ranks(4, change_dtype)
+
+
+# State dicts
+
+
+def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    policy = None if param_dtype is None else MixedPrecisionPolicy(param_dtype=param_dtype)
+    distribute(model, sizes, mp_policy=policy)
+    optimizer = dmuon.Muon(model)
+    with torch.autocast("cpu", torch.bfloat16, enabled=param_dtype is not None):
+        loss_of(model, 0).backward()
+    loss_of(oracle, 0).backward()
+    optimizer.step()
+    reference.step()
+    if dist.get_rank() < 1 and "tp" not in sizes and param_dtype is None:
+        model.state_dict()  # as scripts for DDP do, on one rank alone
+    state, optim = model.state_dict(), get_optimizer_state_dict(model, optimizer)["state"]
+    for name, expected in oracle.named_parameters():
+        value, momentum = state[name], optim[name].get("momentum_buffer")
+        plain = "tp" not in sizes or not isinstance(value, DTensor)
+        assert type(value) is torch.Tensor if plain else value.device_mesh.ndim == 1
+        whole = value if plain else value.full_tensor()
+        assert whole.shape == expected.shape
+        if param_dtype is None:
+            assert (whole - expected).abs().max() < 1e-5, name
+        if not is_proj(name, expected):
+            continue
+        whole = momentum if not isinstance(momentum, DTensor) else momentum.full_tensor()
+        if param_dtype is None:
+            assert (whole - reference.buffers[expected]).abs().max() < 1e-6, name
+        assert whole.dtype == value.dtype == torch.float32
+        assert (
+            value.untyped_storage().nbytes() == value.numel() * 4 if plain else True
+        )  # not the whole buffer
+    other = Model()
+    distribute(other, sizes, mp_policy=policy)
+    with torch.autocast("cpu", torch.bfloat16, enabled=param_dtype is not None):
+        loss_of(other, 0)  # its buffers hold other weights
+        other.load_state_dict(state)
+        loss_of(other, 0)
+    expected = full_weights(model)
+    for name, weight in full_weights(other).items():
+        assert torch.equal(weight, expected[name]), name
+    if param_dtype is None:
+        torch.testing.assert_close(loss_of(other, 1), loss_of(model, 1), atol=0, rtol=0)
+
+
+@pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
+@pytest.mark.parametrize("sizes", BOTH)
+def test_state_dicts_are_those_of_ddp(ranks, sizes, param_dtype):
+    ranks(4, states, sizes, param_dtype)
+
+
+# What is refused
+
+
+def refusals() -> list[str]:
+    messages = []
+
+    def refused(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        with pytest.raises(ValueError, match=r"dmuon|mesh|process_group|already") as caught:
+            fn(*args, **kwargs)
+        messages.append(str(caught.value))
+
+    mesh = make_mesh({"dp": 2, "tp": 2})
+    flat = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    model = Model()
+    layouts.parallelize(model, mesh)
+    refused(dmuon.dedicate_params_ddp, model, mesh["dp"], predicate=is_proj)
+    dmuon.dedicate_params_ddp_tp(model, mesh["dp"], predicate=lambda n, p: "mix_proj" in n)
+    refused(dmuon.replicate, model, mesh["dp"])
+    refused(dmuon.replicate_tp, model, mesh["tp"])
+    refused(dmuon.Muon, model)
+    refused(dmuon.replicate, Model(), mesh["dp"])
+    refused(dmuon.dedicate_params_ddp, Model(), mesh)
+    model = Model()
+    dmuon.dedicate_params(model, flat, predicate=is_proj)
+    refused(dmuon.replicate, model, flat)
+    model = Model()
+    dmuon.dedicate_params_ddp(model, flat, predicate=is_proj)
+    dmuon.replicate(model, flat)
+    refused(dmuon.replicate, model, flat)
+    model = Model()
+    dmuon.dedicate_params_ddp(model, flat, predicate=is_proj)
+    fully_shard(model, mesh=flat)
+    refused(dmuon.Muon, model)
+    model = Model()
+    dmuon.dedicate_params_ddp(model, flat, predicate=is_proj)
+    pair = dist.get_rank() // 2 * 2
+    group = dist.new_group([pair, pair + 1], use_local_synchronization=True)
+    refused(dmuon.Muon, DistributedDataParallel(model, process_group=group))
+    return [message.replace("[2, 3]", "[0, 1]").replace("[1, 3]", "[0, 2]") for message in messages]
+
+
+def test_what_does_not_fit_is_refused(ranks):
+    answers = ranks(4, refusals)
+    assert all(answer == answers[0] for answer in answers)
+    (cut, base, other_mesh, nobody, undedicated, two_dims, fsdp, twice, sharded, group) = answers[0]
+    assert "layers.0.up_proj.weight" in cut
+    assert "dmuon.dedicate_params_ddp_tp" in cut
+    assert "dmuon.replicate_tp" in base
+    assert "layers.0." in base
+    assert "the ranks [0, 2]" in other_mesh
+    assert "dmuon.replicate(model, mesh)" in nobody
+    assert "dedicate_params" in undedicated
+    assert 'mesh["dp"]' in two_dims
+    assert "fully_shard" in fsdp
+    assert "already" in twice
+    assert "dmuon.dedicate_params with fully_shard" in sharded
+    assert "process_group" in group
