@@ -5,6 +5,7 @@ dmuon.dedicate_params(model, mesh["dp"])                  # before fully_shard
 optimizer = dmuon.Muon(model, lr=0.02, adamw_lr=1e-3)     # after it
 """
 
+from .accumulation import no_sync
 from .api import (
     dedicate_params,
     dedicate_params_ddp,
@@ -34,6 +35,7 @@ __all__ = [
     "get_dedicated_params",
     "get_owned_params",
     "newton_schulz",
+    "no_sync",
     "replicate",
     "replicate_tp",
     "summary",

@@ -8,11 +8,30 @@ the same if the user passes `dmuon.dedicated_parameters(model)`.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """What a wrapped module was told about its next backward, by FSDP2's `set_...` methods.
+
+    Attributes:
+        reduce: reduce gradients at all (`set_requires_gradient_sync`).
+        all_reduce: under HSDP, reduce them over the replicas as well (`set_requires_all_reduce`).
+        reshard: free the full weights afterwards (`set_reshard_after_backward`).
+        divisor: what sums are divided by (`set_gradient_divide_factor`); None: the number of ranks.
+    """
+
+    reduce: bool = True
+    all_reduce: bool = True
+    reshard: bool = True
+    divisor: float | None = None
 
 
 def hide_from_fully_shard(module: nn.Module, attributes: set[str]) -> None:
@@ -69,6 +88,50 @@ def data_parallel_ranks(module: nn.Module) -> list[int] | None:
     for group in _param_groups(module):
         return group.mesh_info.mesh.mesh.flatten().tolist()
     return None
+
+
+def schedule(module: nn.Module | None) -> Schedule:
+    """The schedule of a module wrapped by `fully_shard`; of one without parameters, or None, the default."""
+    for group in _param_groups(module) if module is not None else ():
+        return Schedule(
+            reduce=group.reduce_grads,
+            all_reduce=group.all_reduce_grads,
+            reshard=group.reshard_after_backward,
+            divisor=group.gradient_divide_factor,
+        )
+    return Schedule()
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Whether `fully_shard` has found parameters in a module that it wraps; only then it has a schedule."""
+    return bool(_param_groups(module))
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module) -> Iterator[None]:
+    """Base gradients are not reduced in backwards inside; what held before holds again afterwards."""
+    before = []
+    for module in sharded_modules(model).values():
+        if has_parameters(module):
+            before.append((module, schedule(module)))
+            module.set_requires_gradient_sync(False, recurse=False)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for module, old in before:
+            module.set_requires_gradient_sync(old.reduce, recurse=False)  # type: ignore[operator]
+            module.set_requires_all_reduce(old.all_reduce, recurse=False)  # type: ignore[operator]
+
+
+def drop_unreduced_gradients(model: nn.Module) -> None:
+    """Forget the base gradients that backwards without reduction have left with FSDP2."""
+    for module in sharded_modules(model).values():
+        for group in _param_groups(module):
+            group._partial_reduce_output = None
+            for param in group.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if (unsharded := getattr(param, "_unsharded_param", None)) is not None:
+                    unsharded.grad = None
 
 
 def reshard(model: nn.Module) -> None:

@@ -11,6 +11,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .base import Schedule
 from .channels import Channels
 from .comm import Pending, packed_offsets
 from .exchange import Cut, Exchange
@@ -89,6 +90,7 @@ class Bucket:
         self._filled: tuple[Version, ...] | None = None  # what the buffer holds; None: nothing
         self._gathering: Pending | None = None
         self._publishing: Operation[None] | None = None
+        self._held: tuple[Sequence[DedicatedParam], torch.Tensor | None] | None = None
         self._sent = False  # the last collective of the publish in flight has been issued
         with torch.inference_mode(False):  # a first forward in inference mode must not spoil training
             offsets, total = packed_offsets([p.piece_shape.numel() for p in params], self.dtype)
@@ -192,7 +194,7 @@ class Bucket:
     # Reduce
 
     @torch.no_grad()
-    def reduce(self) -> Stages[HandOver]:
+    def reduce(self, schedule: Schedule) -> Stages[HandOver]:
         """Average the gradients to the owner; yields each collective it has to wait for, one per stage.
 
         Stages: reduce along the row, reduce along the owner's column, and within the owner row: sum over the
@@ -206,6 +208,7 @@ class Bucket:
         params = [param for param in self.params if param.resting.requires_grad]
         if not params:
             return lambda: None
+        held = self._take_held(params)
         numels = [param.piece_shape.numel() for param in params]
         offsets, total = packed_offsets(numels, self.reduce_dtype)
         buffer = torch.empty(total + len(params), dtype=self.reduce_dtype, device=self.layout.device)
@@ -219,13 +222,19 @@ class Bucket:
 
         # A sum of float16 overflows where a mean would not: there, divide before.
         before = self.reduce_dtype == torch.float16
+        divisor = schedule.divisor or self.layout.size
         if before:
-            buffer.div_(self.layout.size)
+            buffer.div_(divisor)
         yield self._channels.reduce.reduce(buffer, self.owner.shard, self.label)
+        if held is not None:
+            buffer.add_(held)
+        if not schedule.all_reduce and self.layout.replicate_size > 1:
+            self._held = (params, buffer if self.layout.keeps_weight(self.owner) else None)
+            return lambda: None
         if self.layout.keeps_weight(self.owner):
             yield self._channels.reduce_replicas.reduce(buffer, self.owner.replicate, self.label)
         if self.in_owner_row and not before:
-            buffer[:total].div_(self.layout.size)
+            buffer[:total].div_(divisor)
         if not self.in_owner_row:
             return partial(_hand_over, params, {}, [None] * len(params))  # and lets go of the buffer
         yield self._sum_copies(buffer)
@@ -260,6 +269,22 @@ class Bucket:
                 view.zero_()
                 count.zero_()
         return had
+
+    def _take_held(self, params: Sequence[DedicatedParam]) -> torch.Tensor | None:
+        """What earlier backwards have summed over this row, not over the replicas; where that is kept."""
+        if self._held is None:
+            return None
+        (earlier, buffer), self._held = self._held, None
+        if list(earlier) != list(params):
+            names = ", ".join(sorted(param.param_name for param in set(earlier) ^ set(params)))
+            raise RuntimeError(
+                f"{names}: requires_grad has changed while gradients of earlier micro-batches are not reduced"
+            )
+        return buffer
+
+    def drop_unreduced(self) -> None:
+        """Forget gradients that have not been reduced over the replicas."""
+        self._held = None
 
     # Exchange
 

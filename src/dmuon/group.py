@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 import torch.nn as nn
 
+from .base import Schedule
 from .bucket import Bucket, HandOver, Precision, Update
 from .channels import Channels
 from .parameter import DedicatedParam, Version
@@ -25,6 +26,8 @@ class DedicatedGroup:
             reached by a backward, since the last one.
         reached: the running backward has come to one of its outputs.
         launched: its reduction has started, in the running backward.
+        unreduced: it has gradients of earlier backwards that were not, or not fully, reduced.
+        schedule: what the running backward is to do with gradients and weights.
     """
 
     def __init__(
@@ -47,6 +50,8 @@ class DedicatedGroup:
         self.ran = False
         self.launched = False
         self.reached = False
+        self.unreduced = False
+        self.schedule = Schedule()
         self._arrived = 0
         self._on_gradient: Callable[[], None] | None = None
 
@@ -121,6 +126,11 @@ class DedicatedGroup:
                 )
         if self.buckets and all(bucket.is_current for bucket in self.buckets):
             return
+        if self.unreduced:
+            raise RuntimeError(
+                f"the weights of {self.name} were converted while gradients of earlier micro-batches are not "
+                "reduced. Convert them before, or after the optimizer's step."
+            )
         self.wait_gathered()  # no release: the master weights may lie in the buffers; these go by themselves
         by_key: dict[tuple, list[DedicatedParam]] = {}
         for param in self.params:
@@ -173,28 +183,49 @@ class DedicatedGroup:
         recomputation within one backward)."""
         return any(p.gathered is not None and p.gathered.grad is not None for p in self.params)
 
+    @property
+    def takes_part(self) -> bool:
+        """Whether the running backward is to reduce the group; the same on all ranks."""
+        return self.schedule.reduce and (self.ran or self.unreduced)
+
     def reduce(self, reductions: Pipeline[HandOver]) -> None:
         """Start the reductions of the group, one per bucket."""
         self.launched = True
         for bucket in self.buckets:
-            reductions.start(bucket.reduce())
+            reductions.start(bucket.reduce(self.schedule))
 
     def end_backward(self) -> None:
         """Forget what belongs to one backward, and let go of the weights."""
+        if self.schedule.reduce:
+            self.unreduced = self.takes_part and not self.schedule.all_reduce
+            self._drop_gathered_gradients()  # of a backward that raised, or of a parameter frozen since
+        else:
+            self.unreduced = self.unreduced or self.ran
         self.ran = self.reached = self.launched = False
         self._arrived = 0
-        for param in self.params:
-            if param.gathered is not None:  # of a backward that raised, or of a parameter frozen since
-                param.gathered.grad = None
         self.retire()
 
     def retire(self) -> None:
         """Free the weights, and put the resting parameters on the modules; not while a forward runs."""
         if not self.depth:
             self.show_resting()
-            self.release()
+            if self.schedule.reshard:
+                self.release()
+
+    def drop_unreduced(self) -> None:
+        """Forget gradients that have not been reduced."""
+        self.unreduced = False
+        self._drop_gathered_gradients()
+        for bucket in self.buckets:
+            bucket.drop_unreduced()
+
+    def _drop_gathered_gradients(self) -> None:
+        for param in self.params:
+            if param.gathered is not None:
+                param.gathered.grad = None
 
     def abort(self) -> None:
         """Drop what an iteration that raised has left behind."""
         self.depth = 0
         self.end_backward()
+        self.drop_unreduced()

@@ -71,9 +71,11 @@ class Runtime:
         self.replicas: Replicas | None = None  # the base parameters, where `replicate` is to care for them
         self.traffic = Traffic()
         self._by_resting = {id(param.resting): param for param in params}
+        self._scheduled_by: dict[DedicatedGroup, nn.Module | None] = {}  # the module of FSDP2 that it follows
         self._next_group: dict[DedicatedGroup, DedicatedGroup] = {}  # as last seen in a forward
         self._last_group: DedicatedGroup | None = None  # of the forward under way
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
+        self.no_sync_depth = 0  # how many `no_sync` are around
         self._unfinished = False  # a backward has begun and its end has not been reached
         self._reductions: Pipeline[HandOver] = Pipeline()
         self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
@@ -202,6 +204,8 @@ class Runtime:
             policy = base.mixed_precision(sharded[around]) if around is not None else None
             precision = Precision(policy.param_dtype, policy.reduce_dtype) if policy else Precision()
         group = DedicatedGroup(name, module, params, channels, self.options.residency, precision)
+        scheduled = base.enclosing(name, [n for n, m in sharded.items() if base.has_parameters(m)])
+        self._scheduled_by[group] = sharded[scheduled] if scheduled is not None else None
         group.on_gradient(lambda: self._gradient_arrived(group))
         module.register_forward_pre_hook(lambda module, args: self._pre_forward(group))
         # always_call: a forward that raises must leave the module as it was.
@@ -349,7 +353,9 @@ class Runtime:
         # Under DDP all do: without gathers, nothing says that the other ranks have run the same groups.
         for group in self.groups:
             group.ran = group.ran or (self.layout.replicated and bool(group.buckets))
-        self._in_turn = [group for group in reversed(self.groups) if group.ran]
+            schedule = base.schedule(self._scheduled_by[group])
+            group.schedule = dataclasses.replace(schedule, reduce=schedule.reduce and not self.no_sync_depth)
+        self._in_turn = [group for group in reversed(self.groups) if group.takes_part]
         Variable._execution_engine.queue_callback(callback)
 
     def _backward_is_over(self, _: object) -> None:
@@ -370,7 +376,7 @@ class Runtime:
         # Whose gradients are complete when, and when a stage is over, differs between ranks. Process groups
         # shared with FSDP2 and with our gathers do not bear that, so there all waits for the end of backward.
         if self._isolated:
-            if self.replicas is not None:
+            if self.replicas is not None and not self.no_sync_depth:
                 self.replicas.reduce_complete()
             self._reduce_complete()
             self._reductions.poll()
@@ -389,9 +395,9 @@ class Runtime:
         """The engine has run all of a backward: reduce what is left, hand over the gradients."""
         late = [group for group in reversed(self.groups) if group not in self._in_turn]
         for group in (*self._in_turn, *late):
-            if group.ran and (not group.launched or group.has_unreduced_gradient):
+            if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
-        if self.replicas is not None:
+        if self.replicas is not None and not self.no_sync_depth:
             self.replicas.finish()
         for hand_over in self._reductions.finish():
             hand_over()
@@ -411,7 +417,10 @@ class Runtime:
         """Drop what a backward that raised has left behind."""
         if not self._unfinished or self._in_backward:
             return
-        logger.warning("the last backward did not finish; its gradients of dedicated parameters are dropped")
+        logger.warning(
+            "the last backward did not finish; its gradients of dedicated parameters are dropped, and those "
+            "that earlier ones have left unreduced"
+        )
         # To the end, not just to the stage they are in: which one that is differs between ranks.
         with contextlib.suppress(RuntimeError):
             self._reductions.finish()
@@ -422,6 +431,13 @@ class Runtime:
         self._reset()
 
     # After the step
+
+    def drop_unreduced_gradients(self) -> None:
+        """Forget what backwards without reduction have accumulated, of dedicated and base parameters."""
+        if any(group.unreduced for group in self.groups):
+            base.drop_unreduced_gradients(self.model)
+            for group in self.groups:
+                group.drop_unreduced()
 
     def keep_in_pieces(self, chooses: Callable[[DedicatedParam, torch.dtype, torch.dtype], bool]) -> None:
         """Decide whose gradient and momentum stay in pieces, before the first step.

@@ -281,6 +281,12 @@ class Muon(Optimizer):
             self._runtime.wait_published()
         return loss
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget all gradients; those too that backwards without reduction (`no_sync` and the like) have left
+        on the ranks."""
+        super().zero_grad(set_to_none)
+        self._runtime.drop_unreduced_gradients()
+
     def synchronize(self) -> None:
         """Wait until this rank has the weights of the last step (HSDP, and pieces under tensor parallelism).
 

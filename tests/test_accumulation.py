@@ -1,0 +1,340 @@
+"""Gradient accumulation, with and without communication: the same update, one Newton-Schulz per matrix."""
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import dmuon
+import dmuon.optim.muon
+from dmuon.runtime import find_runtime
+from layouts import Layer, Model, build, data_rank, distribute, is_proj, loss_of, make_mesh
+from models import InnerProducts, assert_weights_close, everything, full_weights, mean_backward
+from reference import ReferenceMuon
+
+FSDP_LAYOUTS = [
+    pytest.param({"dp": 4}, id="dp4"),
+    pytest.param({"replicate": 2, "shard": 2}, id="hsdp2x2"),
+    pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
+    pytest.param({"replicate": 2, "shard": 1, "tp": 2}, id="hsdp2x1-tp2"),
+]
+LAYOUTS = [
+    *FSDP_LAYOUTS,
+    pytest.param({"ddp": 4}, id="ddp4"),
+    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
+]
+
+Micro = Callable[
+    [nn.Module, bool], contextlib.AbstractContextManager
+]  # of the model, and whether it is the last
+
+
+@contextlib.contextmanager
+def every_one(model: nn.Module, last: bool):
+    yield
+
+
+@contextlib.contextmanager
+def no_sync(model: nn.Module, last: bool):
+    with contextlib.nullcontext() if last else dmuon.no_sync(model):
+        yield
+
+
+@contextlib.contextmanager
+def nested(model: nn.Module, last: bool):
+    if last:
+        yield
+        return
+    with dmuon.no_sync(model):
+        with dmuon.no_sync(model):
+            pass
+        yield  # the inner exit must not have turned it on again
+
+
+@contextlib.contextmanager
+def gradient_sync(model: nn.Module, last: bool):
+    model.set_requires_gradient_sync(last)
+    yield
+
+
+@contextlib.contextmanager
+def all_reduce(model: nn.Module, last: bool):
+    model.set_requires_all_reduce(last)
+    yield
+
+
+@contextlib.contextmanager
+def last_backward(model: nn.Module, last: bool):
+    model.set_is_last_backward(last)
+    model.set_reshard_after_backward(last)
+    model.set_requires_gradient_sync(last)
+    yield
+
+
+OURS = [every_one, no_sync, nested]
+FSDP2S = [gradient_sync, all_reduce, last_backward]
+
+
+def train(sizes: dict[str, int], micro: Micro, reshard: bool = True) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes, reshard=reshard)
+    mine, replicas = data_rank(sizes)
+    calls = 0
+    original = dmuon.optim.muon.newton_schulz
+
+    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
+        nonlocal calls
+        calls += 1
+        return original(*args, **kwargs)
+
+    dmuon.optim.muon.newton_schulz = counted
+    try:
+        for step in range(3):
+            calls = 0
+            for index in range(3):
+                seeds = [100 * step + 10 * index + rank for rank in range(replicas)]
+                with micro(model, index == 2):
+                    loss_of(model, seeds[mine]).backward()
+                mean_backward(oracle, loss_of, seeds)
+            optimizer.step()
+            reference.step()
+            optimizer.zero_grad()
+            reference.zero_grad()
+            owned = sum(param.is_owner for param in dmuon.get_dedicated_params(model))
+            assert calls == owned
+            assert_weights_close(model, oracle)
+            for param in dmuon.get_dedicated_params(model):
+                if param.is_owner:
+                    momentum = optimizer.state[param.resting]["momentum_buffer"]._local_tensor
+                    expected = reference.buffers[oracle.get_parameter(param.param_name)]
+                    assert (momentum - expected).abs().max() < 1e-6
+    finally:
+        dmuon.optim.muon.newton_schulz = original
+
+
+@pytest.mark.parametrize("micro", OURS, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_every_way_gives_the_same_update(ranks, sizes, micro):
+    ranks(4, train, sizes, micro)
+
+
+@pytest.mark.parametrize("micro", FSDP2S, ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("sizes", FSDP_LAYOUTS)
+def test_fsdp2s_own_switches(ranks, sizes, micro):
+    ranks(4, train, sizes, micro)
+
+
+@pytest.mark.parametrize("micro", [no_sync, all_reduce, last_backward], ids=lambda fn: fn.__name__)
+def test_with_weights_kept_until_backward(ranks, micro):
+    ranks(4, train, {"replicate": 2, "shard": 2}, micro, False)
+
+
+def train_in_torchs_ddp() -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    dmuon.dedicate_params_ddp(model, make_mesh({"ddp": 4})["dp"], predicate=is_proj)
+    wrapped = DistributedDataParallel(model)
+    optimizer = dmuon.Muon(wrapped)
+    for step in range(2):
+        for index in range(3):
+            seeds = [100 * step + 10 * index + rank for rank in range(4)]
+            with no_sync(wrapped, index == 2):
+                loss_of(wrapped, seeds[dist.get_rank()]).backward()
+            mean_backward(oracle, loss_of, seeds)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+def test_torchs_ddp(ranks):
+    ranks(4, train_in_torchs_ddp)
+
+
+# What is communicated
+
+
+def traffic(sizes: dict[str, int], micro: Micro) -> list[dict[str, int]]:
+    model = Model()
+    build(model, sizes)
+    runtime = find_runtime(model)
+    loss_of(model, 0).backward()
+    seen = []
+    for index in range(2):
+        runtime.traffic.reset()
+        with micro(model, index == 1):
+            loss_of(model, 0).backward()
+        seen.append(dict(runtime.traffic.collectives))
+    return seen
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_nothing_is_reduced_without_sync(ranks, sizes):
+    for unsynced, synced in ranks(4, traffic, sizes, no_sync):
+        assert not set(unsynced) & {"reduce", "reduce_replicas", "exchange", "base"}
+        assert "reduce" in synced or sizes.get("shard") == 1
+
+
+def test_replicas_are_left_out_without_all_reduce(ranks):
+    for unsynced, synced in ranks(4, traffic, {"replicate": 2, "shard": 2}, all_reduce):
+        assert "reduce_replicas" not in unsynced
+        assert unsynced["reduce"] == synced["reduce"]
+    assert any("reduce_replicas" in s for _, s in ranks(4, traffic, {"replicate": 2, "shard": 2}, all_reduce))
+
+
+def test_weights_that_are_not_resharded_are_not_gathered_again(ranks):
+    for first, second in ranks(4, traffic, {"dp": 4}, last_backward):
+        assert first["gather"] == 2 * second["gather"] > 0  # its forward found those of the backward before
+
+
+# Gradients that wait
+
+
+def drop(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes)
+    mine, replicas = data_rank(sizes)
+    for step in range(2):
+        micro = all_reduce if "replicate" in sizes and step else no_sync
+        with micro(model, False):
+            loss_of(model, 7).backward()
+        optimizer.zero_grad()
+        if micro is all_reduce:
+            model.set_requires_all_reduce(True)
+        loss_of(model, step + mine).backward()
+        mean_backward(oracle, loss_of, [step + rank for rank in range(replicas)])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_zero_grad_drops_what_was_not_reduced(ranks, sizes):
+    ranks(4, drop, sizes)
+
+
+class Branches(nn.Module):
+    """Layers that are used in some micro-batches only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(6, 13) for _ in range(3))
+        self.head = nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor, used: list[int]) -> torch.Tensor:
+        for index in used:
+            x = self.layers[index](x)
+        return self.head(x)
+
+
+def skip_in_the_last(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Branches()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes)
+    mine, replicas = data_rank(sizes)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        return m(x, [[0, 1], [1, 2], [0]][seed // 10 % 10]).square().mean()
+
+    for step in range(2):
+        for index in range(3):
+            seeds = [100 * step + 10 * index + rank for rank in range(replicas)]
+            with no_sync(model, index == 2):
+                loss(model, seeds[mine]).backward()
+            mean_backward(oracle, loss, seeds)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_layers_that_the_last_micro_batch_skips(ranks, sizes):
+    ranks(4, skip_in_the_last, sizes)
+
+
+def diagonals(switch: str) -> torch.Tensor:
+    """HSDP, mean gradients diag(2, 0) and diag(-1, 1) in two micro-batches: the update is that of the sum."""
+    model = InnerProducts([torch.zeros(2, 2)])
+    mesh = make_mesh({"replicate": 2, "shard": 2})
+    dmuon.dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"], predicate=everything)
+    model.spare = nn.Parameter(torch.zeros(4, 4))
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, lr=0.1)
+    off = 4 * (dist.get_rank() - 1.5)  # the mean over the ranks is 0
+    for index, diagonal in enumerate(([2.0, 0.0], [-1.0, 1.0])):
+        if switch != "every":
+            getattr(model, switch)(index == 1)
+        model([torch.diag(torch.tensor(diagonal)) + off]).backward()
+    optimizer.step()
+    return full_weights(model)["layers.0.weight"]
+
+
+@pytest.mark.parametrize("switch", ["every", "set_requires_gradient_sync", "set_requires_all_reduce"])
+def test_two_micro_batches_are_one_update(ranks, switch):
+    for weight in ranks(4, diagonals, switch):
+        torch.testing.assert_close(weight, -0.1 * 1.108111 * torch.eye(2), atol=1e-6, rtol=0)
+
+
+def divide(sizes: dict[str, int], factor: float) -> None:
+    model = Model()
+    distribute(model, sizes)
+    for module in (*model.layers, model):
+        module.set_gradient_divide_factor(factor)
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no other
+    loss_of(model, 0).backward()
+    oracle = Model()
+    oracle.load_state_dict(full_weights(model))
+    loss_of(oracle, 0).backward()
+    for param in dmuon.get_dedicated_params(model):
+        if param.is_owner:
+            expected = oracle.get_parameter(param.param_name).grad * data_rank(sizes)[1] / factor
+            torch.testing.assert_close(param.local_gradient(), expected)
+
+
+@pytest.mark.parametrize("sizes", FSDP_LAYOUTS)
+def test_the_divisor_is_fsdp2s(ranks, sizes):
+    ranks(4, divide, sizes, 3.0)
+
+
+def changes_between_micro_batches() -> None:
+    model = Model()
+    optimizer = build(model, {"replicate": 2, "shard": 2})
+    with all_reduce(model, False):
+        loss_of(model, 0).backward()
+    model.layers[0].up_proj.weight.requires_grad_(False)
+    with pytest.raises(RuntimeError, match=r"layers\.0\.up_proj\.weight: requires_grad has changed"):
+        loss_of(model, 0).backward()
+    optimizer.zero_grad()
+    with dmuon.no_sync(model):
+        loss_of(model, 0).backward()
+    for param in model.parameters():
+        param.data = param.data.double()
+    with pytest.raises(RuntimeError, match="converted"):
+        model(torch.randn(2, 6).double())
+
+
+def test_changes_that_would_lose_gradients_are_refused(ranks):
+    ranks(4, changes_between_micro_batches)
