@@ -46,6 +46,7 @@ def dedicate_params(
     replicate_mesh: DeviceMesh | None = None,
     reshard_after_forward: bool = True,
     mp_policy: MixedPrecisionPolicy | None = None,
+    master_dtype: torch.dtype | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
     tp_buffer_reuse: BufferReuse = False,
@@ -63,7 +64,8 @@ def dedicate_params(
         model: the whole model, before `fully_shard`.
         mesh: the data-parallel mesh that `fully_shard` will be given: one dim, or two,
             `(replicate, shard)`, for HSDP.
-        predicate: `predicate(name, parameter) -> bool` chooses the parameters, by fully qualified name. By
+        predicate: `predicate(name, parameter) -> bool` chooses the parameters, by fully qualified name
+            (without what `torch.compile` and checkpoint wrappers put in between, as in checkpoints). By
             default, every 2-D weight of a hidden layer: no embedding, no head, no tied weight, no vector.
             Frozen parameters are never dedicated.
         replicate_mesh: for HSDP, the mesh dim that replicates, from the same root mesh as `mesh`, which is
@@ -73,6 +75,9 @@ def dedicate_params(
         mp_policy: `param_dtype` is the dtype in which weights are gathered, `reduce_dtype` the one in which
             gradients are reduced. By default, the policy of the enclosing `fully_shard` module. Casting
             inputs and outputs is left to `fully_shard`.
+        master_dtype: dtype of the weights at rest, which the optimizer updates and checkpoints hold; by
+            default the model's. With torch.float32, a bfloat16 model goes on computing in bfloat16, and small
+            updates are not lost in rounding.
         hook_boundary: modules whose dedicated parameters are gathered together when their forward is called:
             module classes, or `hook_boundary(name, module) -> bool`. By default, the modules that
             `fully_shard` wraps; if it wraps none, the elements of the model's module lists.
@@ -95,7 +100,7 @@ def dedicate_params(
     if not isinstance(reshard_after_forward, bool):
         raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
     residency: Residency = "while_used" if reshard_after_forward else "until_backward_done"
-    options = _options(residency, mp_policy, hook_boundary, process_groups, tp_buffer_reuse)
+    options = _options(residency, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)
     return _dedicate(model, layout, options, predicate)
 
 
@@ -105,6 +110,7 @@ def dedicate_params_ddp(
     *,
     predicate: Predicate | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    master_dtype: torch.dtype | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
 ) -> list[DedicatedParam]:
@@ -121,8 +127,8 @@ def dedicate_params_ddp(
     Args:
         model: the whole model.
         mesh: the data-parallel mesh, of one dim.
-        predicate, mp_policy, hook_boundary, process_groups: as for `dedicate_params`; without a policy,
-            weights and gradients travel in their own dtype.
+        predicate, mp_policy, master_dtype, hook_boundary, process_groups: as for `dedicate_params`; without
+            a policy, weights and gradients travel in the model's dtype.
 
     Returns:
         A record per dedicated parameter, in module order.
@@ -132,7 +138,7 @@ def dedicate_params_ddp(
             has cut, which is for `dedicate_params_ddp_tp`.
     """
     layout = DataParallelLayout.from_meshes(mesh, replicated=True)
-    options = _options("always", mp_policy, hook_boundary, process_groups)
+    options = _options("always", mp_policy, master_dtype, hook_boundary, process_groups)
     return _dedicate(model, layout, options, predicate, cut_goes_to="dmuon.dedicate_params_ddp_tp")
 
 
@@ -142,6 +148,7 @@ def dedicate_params_ddp_tp(
     *,
     predicate: Predicate | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
+    master_dtype: torch.dtype | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
     tp_buffer_reuse: BufferReuse = False,
@@ -155,7 +162,7 @@ def dedicate_params_ddp_tp(
     nothing has cut are welcome too.
     """
     layout = DataParallelLayout.from_meshes(mesh, replicated=True)
-    options = _options("always", mp_policy, hook_boundary, process_groups, tp_buffer_reuse)
+    options = _options("always", mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)
     return _dedicate(model, layout, options, predicate)
 
 
@@ -222,13 +229,22 @@ def _dedicate(
     slots = assign(matrices, layout.size)
     tp_owners = _assign_tp(matrices, slots, cuts)
     params = [
-        DedicatedParam(c.name, c.module, c.attribute, layout, layout.owner_of_slot(slot), tp, tp_owner)
+        DedicatedParam(
+            c.name,
+            c.module,
+            c.attribute,
+            layout,
+            layout.owner_of_slot(slot),
+            tp,
+            tp_owner,
+            options.master_dtype,
+        )
         for c, slot, tp, tp_owner in zip(chosen, slots, cuts, tp_owners, strict=True)
     ]
     Runtime(model, layout, params, options)
     install_model_hooks(params)
     if layout.replicated:
-        hide_from_ddp(model, [param.param_name for param in params])
+        hide_from_ddp(model, [candidate.path for candidate in chosen])
     return params
 
 
@@ -275,12 +291,17 @@ def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:
 def _options(
     residency: Residency,
     mp_policy: MixedPrecisionPolicy | None,
+    master_dtype: torch.dtype | None,
     hook_boundary: HookBoundary | None,
     process_groups: ProcessGroups,
     tp_buffer_reuse: BufferReuse = False,
 ) -> Options:
     if mp_policy is not None and not isinstance(mp_policy, MixedPrecisionPolicy):
         raise TypeError(f"mp_policy must be a MixedPrecisionPolicy, got {type(mp_policy).__name__}")
+    if not (
+        master_dtype is None or (isinstance(master_dtype, torch.dtype) and master_dtype.is_floating_point)
+    ):
+        raise ValueError(f"master_dtype must be a floating-point dtype, got {master_dtype!r}")
     if process_groups not in get_args(ProcessGroups):
         raise ValueError(f"process_groups must be one of {get_args(ProcessGroups)}, got {process_groups!r}")
     if not any(tp_buffer_reuse is value for value in (True, False)) and tp_buffer_reuse not in _REUSE:
@@ -289,6 +310,7 @@ def _options(
         residency=residency,
         precision=None if mp_policy is None else Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
         hook_boundary=_boundary_chooser(hook_boundary),
+        master_dtype=master_dtype,
         process_groups=process_groups,
         reuse_gather=tp_buffer_reuse in (True, "all", "gather"),
         reuse_scatter=tp_buffer_reuse in (True, "all", "scatter"),
@@ -394,7 +416,7 @@ def _matrices(model: nn.Module, chosen: list[Candidate]) -> list[Matrix]:
     numbers: dict[str | None, int] = {}
     matrices = []
     for candidate in chosen:
-        block = base.enclosing(candidate.name.rpartition(".")[0], blocks)
+        block = base.enclosing(candidate.path.rpartition(".")[0], blocks)
         rows, cols = candidate.param.shape
         matrices.append(
             Matrix(

@@ -169,4 +169,4 @@ def block_modules(model: nn.Module) -> dict[str, nn.Module]:
 
 def is_callable(module: nn.Module) -> bool:
     """Whether the module has a forward of its own, so that hooks on it can fire."""
-    return type(module).forward is not nn.Module.forward
+    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__  # torch.compile's

@@ -23,10 +23,18 @@ from .tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class Precision:
-    """Dtypes of one group; None keeps the resting dtype (`compute`) or the compute dtype (`reduce`)."""
+    """Dtypes of one group; None keeps the model's dtype (`compute`) or the compute dtype (`reduce`)."""
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+
+    def compute_dtype(self, param: DedicatedParam) -> torch.dtype:
+        """In which a weight is gathered."""
+        return self.compute or param.compute_dtype or param.resting.dtype
+
+    def reduce_dtype(self, param: DedicatedParam) -> torch.dtype:
+        """In which its gradient is reduced."""
+        return self.reduce or self.compute_dtype(param)
 
 
 class GramForm(Protocol):
@@ -84,8 +92,8 @@ class Bucket:
         self.label = label
         self.in_pieces = first.in_pieces
         self.master_dtype = first.resting.dtype
-        self.dtype = precision.compute or self.master_dtype
-        self.reduce_dtype = precision.reduce or self.dtype
+        self.dtype = precision.compute_dtype(first)
+        self.reduce_dtype = precision.reduce_dtype(first)
         self._channels = channels
         self._filled: tuple[Version, ...] | None = None  # what the buffer holds; None: nothing
         self._gathering: Pending | None = None

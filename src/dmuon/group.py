@@ -137,7 +137,8 @@ class DedicatedGroup:
             slot = param.layout.slot_of(param.coordinate)
             cut_into = param.tp.ranks if param.tp is not None and param.is_cut else ()
             copies = param.tp.copies if param.tp is not None and len(param.tp.copies) > 1 else ()
-            key = (slot, str(param.resting.dtype), cut_into, copies, param.in_pieces)
+            dtypes = f"{param.resting.dtype} {param.compute_dtype}"
+            key = (slot, dtypes, cut_into, copies, param.in_pieces)
             by_key.setdefault(key, []).append(param)
         self.buckets = [
             Bucket(params, self._channels, self.precision, f"group {self.name!r}, owner slot {key[0]}")

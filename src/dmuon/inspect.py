@@ -10,6 +10,7 @@ from torch.distributed.tensor import DTensor
 from .optim.newton_schulz import operation_count
 from .parameter import DedicatedParam
 from .runtime import find_runtime
+from .selection import clean_name
 
 
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
@@ -54,7 +55,16 @@ def summary(model: nn.Module) -> str:
         totals[algorithm] += nbytes
         shape = "x".join(map(str, tensor.shape)) or "scalar"
         keeper = _owner_text(param) if param is not None else _placement_text(tensor)
-        rows.append((name, shape, str(tensor.dtype).removeprefix("torch."), algorithm, keeper, f"{nbytes:,}"))
+        rows.append(
+            (
+                clean_name(name),
+                shape,
+                str(tensor.dtype).removeprefix("torch."),
+                algorithm,
+                keeper,
+                f"{nbytes:,}",
+            )
+        )
     return "\n".join([*_table(rows), "", *_balance(runtime.params, totals)])
 
 

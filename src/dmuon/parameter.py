@@ -36,6 +36,7 @@ class DedicatedParam:
         mesh: the mesh of its resting form: the data-parallel dims, then the tensor-parallel ones.
         tp: how tensor parallelism holds it; None for a plain parameter.
         tp_owner: position in the TP group of the rank that runs Newton-Schulz.
+        compute_dtype: what the module computes with, where the weight at rest has another dtype; else None.
         in_pieces: the gradient and the momentum of a cut parameter stay where its pieces are, instead of
             whole on the TP owner (the distributed Gram form).
     """
@@ -49,6 +50,7 @@ class DedicatedParam:
         owner: Owner,
         tp: TensorParallel | None = None,
         tp_owner: int = 0,
+        master_dtype: torch.dtype | None = None,
     ) -> None:
         self.param_name = name
         self.module = module
@@ -77,6 +79,8 @@ class DedicatedParam:
                 local = torch.empty(self.full_shape, dtype=local.dtype, device="meta")
             else:
                 local = local.full_tensor()
+        self.compute_dtype = None if master_dtype in (None, local.dtype) else local.dtype
+        local = local.to(master_dtype or local.dtype)
         if not local.is_meta:
             local = local.to(layout.device)
         # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.

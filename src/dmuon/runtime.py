@@ -48,6 +48,7 @@ class Options:
     precision: Precision | None  # None: follow the enclosing FSDP2 module
     hook_boundary: Callable[[str, nn.Module], bool] | None  # None: follow fully_shard, else the blocks
     process_groups: ProcessGroups
+    master_dtype: torch.dtype | None = None  # of weights at rest; None: the model's
     reuse_gather: bool = False  # keep the buffers of exchanges towards the TP owners
     reuse_scatter: bool = False  # and of those back
 
@@ -89,9 +90,9 @@ class Runtime:
             attributes.setdefault(param.module, set()).add(param.attribute)
         for module, names in attributes.items():
             base.hide_from_fully_shard(module, names)
-        model.register_forward_pre_hook(self._root_pre_forward)
+        model.register_forward_pre_hook(_untraced(self._root_pre_forward))
         if layout.replicated:
-            model.register_forward_hook(self._root_post_forward)
+            model.register_forward_hook(_untraced(self._root_post_forward))
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise TypeError(
@@ -122,9 +123,9 @@ class Runtime:
         self.check()
         boundaries = self._boundaries()
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
+        paths = self._paths()
         for param in self.params:
-            holder = param.param_name.rpartition(".")[0]
-            members[base.enclosing(holder, boundaries) or ""].append(param)
+            members[base.enclosing(paths[param.module], boundaries) or ""].append(param)
         channels = Channels(
             self.layout,
             self.params,
@@ -157,6 +158,7 @@ class Runtime:
             param.refresh()
         ours = self.layout.mesh.mesh.flatten().tolist()
         sharded = base.sharded_modules(self.model)
+        paths = self._paths()
         if sharded and self.layout.replicated:
             raise ValueError(
                 f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
@@ -164,7 +166,7 @@ class Runtime:
                 "dmuon.replicate in its place."
             )
         for param in self.params:
-            around = base.enclosing(param.param_name.rpartition(".")[0], sharded)
+            around = base.enclosing(paths[param.module], sharded)
             theirs = base.data_parallel_ranks(sharded[around]) if around is not None else None
             if theirs is not None and sorted(theirs) != sorted(ours):
                 raise ValueError(
@@ -172,6 +174,10 @@ class Runtime:
                     f"to fully_shard with one of the ranks {theirs}. Give both the same data-parallel mesh; "
                     'for HSDP, dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"]).'
                 )
+
+    def _paths(self) -> dict[nn.Module, str]:
+        """Where each module stands now: wrappers may have come in between since `dedicate_params`."""
+        return {module: name for name, module in self.model.named_modules()}
 
     def _boundaries(self) -> dict[str, nn.Module]:
         """Modules at whose forward a group is gathered, by name, in module order; always with the root."""
@@ -207,10 +213,10 @@ class Runtime:
         scheduled = base.enclosing(name, [n for n, m in sharded.items() if base.has_parameters(m)])
         self._scheduled_by[group] = sharded[scheduled] if scheduled is not None else None
         group.on_gradient(lambda: self._gradient_arrived(group))
-        module.register_forward_pre_hook(lambda module, args: self._pre_forward(group))
+        module.register_forward_pre_hook(_untraced(lambda module, args: self._pre_forward(group)))
         # always_call: a forward that raises must leave the module as it was.
         module.register_forward_hook(
-            lambda module, args, kwargs, output: self._post_forward(group, (args, kwargs), output),
+            _untraced(lambda module, args, kwargs, out: self._post_forward(group, (args, kwargs), out)),
             always_call=True,
             with_kwargs=True,
         )
@@ -446,9 +452,7 @@ class Runtime:
         """
         for group in self.groups:
             for param in group.params:
-                master = param.resting.dtype
-                reduce = group.precision.reduce or group.precision.compute or master
-                in_pieces = chooses(param, reduce, master)
+                in_pieces = chooses(param, group.precision.reduce_dtype(param), param.resting.dtype)
                 if in_pieces != param.in_pieces and group.ran:
                     raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
                 param.in_pieces = in_pieces
@@ -501,6 +505,11 @@ def find_runtime(model: nn.Module) -> Runtime:
 def has_runtime(model: nn.Module) -> bool:
     """Whether any module in `model` has been through `dedicate_params`."""
     return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
+
+
+def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A hook that `torch.compile` calls instead of compiling it, before and after the module's own graph."""
+    return torch.compiler.disable(hook, recursive=True)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

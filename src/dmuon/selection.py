@@ -21,10 +21,22 @@ Predicate = Callable[[str, nn.Parameter], bool]
 class Candidate:
     """A parameter, and the one place where it stands."""
 
-    name: str  # fully qualified
+    path: str  # where it stands in the model
     module: nn.Module  # that holds it
     attribute: str
     param: nn.Parameter
+
+    @property
+    def name(self) -> str:
+        """Its fully qualified name."""
+        return clean_name(self.path)
+
+
+def clean_name(path: str) -> str:
+    """A fully qualified name without what `torch.compile` and checkpoint wrappers add, as in checkpoints."""
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
+        path = path.replace(f"{wrapper}.", "")
+    return path
 
 
 def candidates(model: nn.Module) -> list[Candidate]:
@@ -33,8 +45,8 @@ def candidates(model: nn.Module) -> list[Candidate]:
     for module_name, module in model.named_modules():
         for attribute, param in module._parameters.items():
             if param is not None:
-                name = f"{module_name}.{attribute}" if module_name else attribute
-                found.setdefault(id(param), Candidate(name, module, attribute, param))
+                path = f"{module_name}.{attribute}" if module_name else attribute
+                found.setdefault(id(param), Candidate(path, module, attribute, param))
     return list(found.values())
 
 
@@ -62,7 +74,7 @@ def hidden_matrices(model: nn.Module) -> set[int]:
     blocks = block_modules(model)
 
     matrices = [c for c in candidates(model) if id(c.param) not in tied | embeddings and _is_layer_matrix(c)]
-    outside = [c for c in matrices if enclosing(c.name.rpartition(".")[0], blocks) is None]
+    outside = [c for c in matrices if enclosing(c.path.rpartition(".")[0], blocks) is None]
     heads = {id(c.param) for c in outside if vocabularies.intersection(c.param.shape)}
     if outside and not heads and not tied & embeddings:
         heads = {id(outside[-1].param)}

@@ -19,6 +19,7 @@ from ..inspect import summary
 from ..parameter import DedicatedParam
 from ..replicate import ddp_around, ddp_ranks
 from ..runtime import find_runtime
+from ..selection import clean_name
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
 from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
@@ -112,7 +113,7 @@ class Muon(Optimizer):
         self._runtime.check()
         base.reshard(model)
         self._model = model
-        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self._verified = False
         self.replicate_async = replicate_async
         self.momentum_dtype = _check_dtype("momentum_dtype", momentum_dtype)
@@ -150,6 +151,7 @@ class Muon(Optimizer):
         self._runtime.keep_in_pieces(partial(chooses, gram_policy))
         checkpoint.install_optimizer_hooks(self)
         logger.info("%s", summary(model))
+        self._warn_of_rounding()
 
     # Groups
 
@@ -171,6 +173,8 @@ class Muon(Optimizer):
         if not isinstance(group, Mapping) or "params" not in group:
             raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
         by_name = dict(self._model.named_parameters())
+        by_name |= dict(self._runtime.model.named_parameters())  # inside a wrapper
+        by_name |= {clean_name(name): param for name, param in by_name.items()}
         given = group["params"]
         given = [given] if isinstance(given, (torch.Tensor, str)) else list(given)
         params = []
@@ -219,6 +223,18 @@ class Muon(Optimizer):
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
         return self._runtime.record_of(param)
+
+    def _warn_of_rounding(self) -> None:
+        coarse = [p for p in self._runtime.params if torch.finfo(p.resting.dtype).bits < 32]
+        if coarse:
+            logger.warning(
+                "%d dedicated parameters (%s, ...) are kept in %s: updates much smaller than the weights are "
+                "lost in rounding. Pass master_dtype=torch.float32 to dedicate_params, or keep the model in "
+                "float32 and give fully_shard a MixedPrecisionPolicy.",
+                len(coarse),
+                coarse[0].param_name,
+                coarse[0].resting.dtype,
+            )
 
     def _check_base_parameters(self) -> None:
         """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence."""
