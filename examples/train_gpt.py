@@ -316,7 +316,11 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     device = start_distributed(args.device)
     try:
-        return train(args, device)
+        status = train(args, device)
+        # Nobody leaves while the first rank still draws. Meanwhile gloo's threads let go of the last
+        # collective's tensors, which they could no longer do in a process that ends.
+        dist.barrier()
+        return status
     finally:
         dist.destroy_process_group()
 
