@@ -89,6 +89,7 @@ GIVEN = {
 dmuon.dedicate_params(model, mesh)
 fully_shard(model, mesh=mesh)
 optimizer = dmuon.Muon(model)
+inputs = torch.ones(2, 8)
 """,
     "gradients": MODEL
     + """
