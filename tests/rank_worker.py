@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -58,6 +59,7 @@ def work(rank: int, connection: Connection, port: int, log: Path, stack: Path) -
             answer, failed = run(group, payload)
             connection.send_bytes(answer)
             if failed:
+                time.sleep(0.5)  # so that this failure is known before those that follow from it
                 os._exit(1)  # as a script would: the others see its connections close
             connection.recv_bytes()  # every rank has answered
             leave()

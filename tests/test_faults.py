@@ -20,11 +20,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 import dmuon
 import dmuon.comm
 import dmuon.optim.muon
-from layouts import Model, build, data_rank, loss_of
+from layouts import Model, Sizes, build, data_rank, loss_of
 from models import full_weights
-from ranks import RanksFailed
+from ranks import Ranks, RanksFailed
 
-SIZES = {"dp": 2, "tp": 2}
 STEPS = 6
 GROUP_TIMEOUT = 8.0  # seconds
 
@@ -56,9 +55,11 @@ def arm(phase: str, model: nn.Module, generator: random.Random) -> None:
         model.layers[layer].norm.forward = after(step + 1, model.layers[layer].norm.forward)
     elif phase == "backward":
         counted = after(step + 1, lambda gradient: None)
-        model.layers[layer].norm.register_forward_hook(
-            lambda module, args, output: output.register_hook(counted) if output.requires_grad else None
-        )
+
+        def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(counted)
+
+        model.layers[layer].norm.register_forward_hook(hook)
     elif phase == "exchange":
         original = dmuon.comm.Channel.all_to_all
         dmuon.comm.Channel.all_to_all = after(passed, original)
@@ -86,18 +87,20 @@ def saved_steps(path: Path) -> list[int]:
     return sorted(int(p.name.removeprefix("step-")) for p in path.glob("step-*"))
 
 
-def train(path: Path, phase: str | None = None, victim: int = 0, seed: int = 0) -> dict[str, torch.Tensor]:
+def train(
+    sizes: Sizes, path: Path, phase: str | None = None, victim: int = 0, seed: int = 0
+) -> dict[str, torch.Tensor]:
     """From the newest checkpoint on; on the victim, until it dies."""
     torch.manual_seed(1)
     model = Model()
-    optimizer = build(model, SIZES)
+    optimizer = build(model, sizes)
     start = 0
     if steps := saved_steps(path):
         start = steps[-1]
         state = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer), strict=True))
         dcp.load(state, checkpoint_id=path / f"step-{start}")
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    mine, _ = data_rank(SIZES)
+    mine, _ = data_rank(sizes)
     dying = phase is not None and dist.get_rank() == victim
     generator = random.Random(seed)
     if dying:
@@ -117,29 +120,50 @@ def train(path: Path, phase: str | None = None, victim: int = 0, seed: int = 0) 
     return full_weights(model)
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(ranks, tmp_path_factory) -> dict[str, torch.Tensor]:
-    return ranks(4, train, tmp_path_factory.mktemp("whole"))[0]
-
-
-@pytest.mark.parametrize("victim", [1, 2])
-@pytest.mark.parametrize("phase", ["forward", "backward", "exchange", "step", "save", "any"])
-def test_a_rank_dies(ranks, uninterrupted, tmp_path, phase, victim):
+def survivors_of(ranks: Ranks, sizes: Sizes, path: Path, phase: str, victim: int) -> list[str]:
+    """What the others say after the victim's death, all of them within the group's timeout."""
     with pytest.raises(RanksFailed) as caught:
-        ranks(4, train, tmp_path, phase, victim, victim, group_timeout=GROUP_TIMEOUT, grace=GROUP_TIMEOUT + 4)
+        ranks(
+            4, train, sizes, path, phase, victim, victim, group_timeout=GROUP_TIMEOUT, grace=GROUP_TIMEOUT + 4
+        )
     sections = dict(re.findall(r"\[rank (\d)\] (.*?)(?=\n\n\[rank|\Z)", str(caught.value), flags=re.S))
     assert "SIGKILL" in sections.pop(str(victim))
     for rank, text in sections.items():
-        assert text.startswith("raised"), f"rank {rank}: {text}"  # within the group's timeout
+        assert text.startswith("raised"), f"rank {rank}: {text}"
     assert len(sections) == 3
-    if phase in ("forward", "exchange"):  # where it is ours that the others wait for, it is named
-        assert any(
-            re.search(r"dmuon: the \w+ of group 'layers\.\d'.* over ranks \[", t) for t in sections.values()
-        )
-    steps = saved_steps(tmp_path)
-    assert phase == "any" or steps[0] == 2  # a complete checkpoint from before is there, whatever came after
-    for name, weight in ranks(4, train, tmp_path)[0].items():
+    return list(sections.values())
+
+
+def goes_on(ranks: Ranks, sizes: Sizes, path: Path, tmp_path: Path) -> None:
+    """From the last complete checkpoint, bit for bit as if nothing had happened."""
+    (tmp_path / "whole").mkdir()
+    uninterrupted = ranks(4, train, sizes, tmp_path / "whole")[0]
+    for name, weight in ranks(4, train, sizes, path)[0].items():
         assert torch.equal(weight, uninterrupted[name]), name
+
+
+@pytest.mark.parametrize(
+    ("phase", "victim"),
+    [("forward", 1), ("backward", 2), ("exchange", 0), ("step", 3), ("save", 1), ("save", 2), ("any", 3)],
+)
+def test_a_rank_dies(ranks, tmp_path, phase, victim):
+    sizes, path = {"dp": 2, "tp": 2}, tmp_path / "run"
+    path.mkdir()
+    survivors_of(ranks, sizes, path, phase, victim)
+    if phase != "any":
+        assert 2 in saved_steps(path)  # a complete checkpoint from before, whatever came after
+    goes_on(ranks, sizes, path, tmp_path)
+
+
+@pytest.mark.parametrize(("phase", "victim"), [("forward", 1), ("backward", 2), ("step", 3)])
+def test_where_all_collectives_are_ours_they_are_named(ranks, tmp_path, phase, victim):
+    sizes, path = {"ddp": 4}, tmp_path / "run"
+    path.mkdir()
+    for text in survivors_of(ranks, sizes, path, phase, victim):
+        assert re.search(r"dmuon: the (\w+ of .* over ranks \[|all-reduce of the gradients' norm)", text), (
+            text
+        )
+    goes_on(ranks, sizes, path, tmp_path)
 
 
 def state_dict_on_one_rank() -> None:
