@@ -411,8 +411,8 @@ class Runtime:
         for group in (*self._in_turn, *late):
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
-        if self.replicas is not None and not self.no_sync_depth:
-            self.replicas.finish()
+        if self.replicas is not None:
+            self.replicas.finish() if not self.no_sync_depth else self.replicas.reset()
         for hand_over in self._reductions.finish():
             hand_over()
         for group in self.groups:
@@ -441,7 +441,7 @@ class Runtime:
         for group in self.groups:
             group.abort()
         if self.replicas is not None:
-            self.replicas.abort()
+            self.replicas.reset()
         self._reset()
 
     # After the step
