@@ -411,8 +411,10 @@ class Runtime:
         for group in (*self._in_turn, *late):
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
-        if self.replicas is not None:
-            self.replicas.finish() if not self.no_sync_depth else self.replicas.reset()
+        if self.replicas is not None and self.no_sync_depth:
+            self.replicas.reset()
+        elif self.replicas is not None:
+            self.replicas.finish()
         for hand_over in self._reductions.finish():
             hand_over()
         for group in self.groups:
