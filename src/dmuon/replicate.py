@@ -98,8 +98,10 @@ class Replicas:
 
         Buffers that training changes later (running statistics) are each rank's own from then on.
         """
+        if self._equal:
+            return
         tensors = [local_part(t) for t in (*self.params.values(), *self.model.buffers())]
-        if self._equal or any(tensor.is_meta for tensor in tensors):
+        if any(tensor.is_meta for tensor in tensors):
             return
         self._equal = True
         for members in _pack(tensors):
