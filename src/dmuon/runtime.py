@@ -403,8 +403,11 @@ class Runtime:
         for group in (*self._in_turn, *late):
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
-        if self.replicas is not None and not self.no_sync_depth:
-            self.replicas.finish()
+        if self.replicas is not None:
+            if self.no_sync_depth:
+                self.replicas.abort()
+            else:
+                self.replicas.finish()
         for hand_over in self._reductions.finish():
             hand_over()
         for group in self.groups:
