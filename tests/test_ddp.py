@@ -171,14 +171,18 @@ class Skipping(nn.Module):
         self.layers = nn.ModuleList(layouts.Layer(6, 13) for _ in range(3))
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor, chosen: list[int], recompute: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, chosen: list[int], recompute: str = "no") -> torch.Tensor:
         for index in chosen:
             layer = self.layers[index]
-            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            x = (
+                layer(x)
+                if recompute == "no"
+                else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
+            )
         return self.head(x)
 
 
-def skip(sizes: dict[str, int], recompute: bool) -> None:
+def skip(sizes: dict[str, int], recompute: str) -> None:
     torch.manual_seed(1)
     model = Skipping()
     oracle = copy.deepcopy(model)
@@ -189,7 +193,8 @@ def skip(sizes: dict[str, int], recompute: bool) -> None:
     def loss(m: nn.Module, seed: int) -> torch.Tensor:
         step, rank = divmod(seed, 10)
         chosen = [i for i in range(3) if (step + rank + i) % 3 or rank == i] if step != 2 else []
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        chosen += chosen[:rank]  # some are used twice
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         return m(x, chosen, recompute).square().mean()
 
     for step in range(5):
@@ -207,7 +212,7 @@ def skip(sizes: dict[str, int], recompute: bool) -> None:
     assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["no", "not_reentrant", "reentrant"])
 @pytest.mark.parametrize("sizes", BOTH)
 def test_ranks_may_run_different_layers(ranks, sizes, recompute):
     ranks(4, skip, sizes, recompute)
