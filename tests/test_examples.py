@@ -350,16 +350,7 @@ def test_training_on_a_mesh_is_that_of_one_process(
     same_losses(losses(tmp_path), expected)
 
 
-STEP_FIRST = pytest.mark.xfail(raises=RanksFailed, reason="under DDP a step before the first forward fails")
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "mesh"),
-    [
-        pytest.param(*run, marks=STEP_FIRST if run[0] == "dmuon" and run[1].startswith("ddp") else ())
-        for run in RUNS
-    ],
-)
+@pytest.mark.parametrize(("optimizer", "mesh"), RUNS)
 def test_a_run_goes_on_on_another_mesh(
     one_process: Callable[[str], Path], ranks: Ranks, optimizer: str, mesh: str, tmp_path: Path
 ) -> None:

@@ -20,11 +20,13 @@ from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
+from .scaler import GradScaler
 
 __version__ = "0.1.0"
 
 __all__ = [
     "SMALL_PARAM_THRESHOLD",
+    "GradScaler",
     "Muon",
     "clip_grad_norm_",
     "dedicate_params",

@@ -16,8 +16,9 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .comm import explained
 from .layout import wrap_local
-from .parameter import DedicatedParam
+from .parameter import READ_RULE, DedicatedParam
 
 if TYPE_CHECKING:
     from .optim.muon import Muon
@@ -136,9 +137,10 @@ def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
     state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
     if param.keeps_state:
         state.copy_(momentum._local_tensor)
-    if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
-        param.tp.broadcast_from(state, param.tp_owner)
-    param.layout.broadcast_from_owner(state, param.coordinate)
+    with explained(f"the broadcast of the momentum of {param.param_name} to all ranks", READ_RULE):
+        if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
+            param.tp.broadcast_from(state, param.tp_owner)
+        param.layout.broadcast_from_owner(state, param.coordinate)
     return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
 
 

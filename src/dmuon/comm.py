@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.profiler import record_function
 
+_RULE = "what one rank gathers, all must gather"
 _ALIGNMENT_BYTES = 16  # vectorized loads, and what the kernels behind matrix products like
 
 
@@ -53,6 +54,22 @@ class Traffic:
         self.bytes.clear()
 
 
+@contextlib.contextmanager
+def explained(collective: str, rule: str) -> Iterator[None]:
+    """Say of a collective that fails inside which one it was, and the rule for reaching it.
+
+    Raises:
+        RuntimeError: for any of torch's errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"dmuon: {collective} failed on rank {dist.get_rank()}. Either a rank has died, or not all ranks "
+            f"reached this collective: {rule}."
+        ) from error
+
+
 class Pending:
     """A collective in flight. Keeps its buffers alive until it is waited for."""
 
@@ -68,13 +85,8 @@ class Pending:
             RuntimeError: if the collective failed or timed out; it names the collective and the group.
         """
         if self._work is not None:
-            try:
+            with explained(self._label, _RULE):
                 self._work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"dmuon: {self._label} failed on rank {dist.get_rank()}. Either a rank has died, or not "
-                    "all ranks reached this collective: what one rank gathers, all must gather."
-                ) from error
         self._work = self._buffers = None
 
     @classmethod
@@ -104,7 +116,7 @@ class Channel:
         if len(self._ranks) > 1:
             work = self._issue(label, dist.broadcast, buffer, self._ranks[source])
             self._count(buffer, source)
-        return self._pending(work, buffer, f"broadcast of {label}")
+        return Pending(work, buffer, self._name(label))
 
     def reduce(self, buffer: torch.Tensor, target: int, label: str) -> Pending:
         """Sum `buffer` over this channel into coordinate `target`; elsewhere its content is lost."""
@@ -112,7 +124,7 @@ class Channel:
         if len(self._ranks) > 1:
             work = self._issue(label, dist.reduce, buffer, self._ranks[target])
             self._count(buffer, target)
-        return self._pending(work, buffer, f"reduction of {label}")
+        return Pending(work, buffer, self._name(label))
 
     def all_reduce(self, buffer: torch.Tensor, label: str) -> Pending:
         """Sum `buffer` over this channel, in place on all its ranks."""
@@ -120,7 +132,7 @@ class Channel:
         if size > 1:
             work = self._issue(label, dist.all_reduce, buffer)
             self._traffic.add(self.phase, 2 * (size - 1) * buffer.numel() * buffer.element_size() // size)
-        return self._pending(work, buffer, f"all-reduce of {label}")
+        return Pending(work, buffer, self._name(label))
 
     def all_to_all(
         self,
@@ -134,7 +146,7 @@ class Channel:
         work = self._issue(label, dist.all_to_all_single, receive, send, receive_splits, send_splits)
         mine = self._ranks.index(dist.get_rank())
         self._traffic.add(self.phase, (send.numel() - send_splits[mine]) * send.element_size())
-        return self._pending(work, (receive, send), f"exchange of {label}")
+        return Pending(work, (receive, send), self._name(label))
 
     def _issue(self, label: str, collective: Callable[..., dist.Work], *args: Any) -> dist.Work:
         """Issue a collective, under its name for profilers."""
@@ -142,14 +154,17 @@ class Channel:
         # A range costs microseconds even if nobody records it.
         profiled = torch.autograd._profiler_enabled()
         name = f"dmuon::{self.phase} {label}" if profiled else ""
-        with record_function(name) if profiled else contextlib.nullcontext():
+        with (
+            record_function(name) if profiled else contextlib.nullcontext(),
+            explained(self._name(label), _RULE),
+        ):
             work = collective(*args, group=self._group, async_op=True)
         if self._traffic.on_issue is not None:
             self._traffic.on_issue(self.phase, label, begin, work)
         return work
 
-    def _pending(self, work: dist.Work | None, buffers: object, label: str) -> Pending:
-        return Pending(work, buffers, f"the {self.phase} {label} over ranks {list(self._ranks)}")
+    def _name(self, label: str) -> str:
+        return f"the {self.phase} of {label} over ranks {list(self._ranks)}"
 
     def _count(self, buffer: torch.Tensor, root: int) -> None:
         at_root = self._ranks[root] == dist.get_rank()
