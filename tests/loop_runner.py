@@ -34,14 +34,13 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.checkpoint import checkpoint
 
 import dmuon
 from layouts import make_mesh
+from loop_model import INPUTS, OUTPUTS, Interrupted, distribute, is_proj, model_of
 from loops import (
     Clip,
     Evaluate,
@@ -63,109 +62,7 @@ from models import assert_ranks_equal, full_weights
 from rank_worker import forget_meshes
 from reference import ReferenceMuon
 
-INPUTS, OUTPUTS, BATCH = 5, 3, 8
-DECAY_OF_LR = 0.7
-
-# The model
-
-
-class Interrupted(Exception):
-    """Raised by a layer, and caught by the loop."""
-
-
-class Layer(nn.Module):
-    def __init__(self, width: int, hidden: int, has_base: bool, nested: bool) -> None:
-        super().__init__()
-        self.nested = nested
-        self.norm = nn.LayerNorm(width) if has_base else nn.Identity()
-        self.mix_proj = nn.Linear(width, width, bias=False)
-        self.up_proj = nn.Linear(width, hidden, bias=has_base)
-        self.down_proj = nn.Linear(hidden, width, bias=False)
-        self.spare_proj = nn.Linear(width, width, bias=False)
-
-    def forward(self, x: torch.Tensor, spare: bool, fails: bool) -> Any:
-        y = x + self.mix_proj(self.norm(x))
-        if spare:
-            y = y + self.spare_proj(y)
-        up = torch.tanh(self.up_proj(y))
-        if fails:
-            raise Interrupted
-        y = y + self.down_proj(up)
-        return {"h": [y]} if self.nested else y
-
-
-class Routed(nn.Module):
-    """Runs the layers that it is told to run."""
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__()
-        self.nested = loop.nested_output
-        self.stem_proj = nn.Linear(INPUTS, loop.width, bias=False)
-        self.layers = nn.ModuleList(
-            Layer(loop.width, hidden, loop.has_base, loop.nested_output) for hidden in loop.hidden
-        )
-        self.head = nn.Linear(loop.width, OUTPUTS)
-
-    def forward(
-        self, x: torch.Tensor, use: Use, recompute: str = "no", fails: int | None = None
-    ) -> torch.Tensor:
-        x = self.stem_proj(x)
-        for number, index in enumerate(use.route):
-            args = (x, index in use.spare, number == fails)
-            layer = self.layers[index]
-            if recompute == "no":
-                x = layer(*args)
-            else:
-                x = checkpoint(layer, *args, use_reentrant=recompute == "reentrant")
-            if isinstance(x, dict):
-                x = x["h"][0]
-        return self.head(x)
-
-
-def model_of(loop: Loop, seed: int) -> Routed:
-    torch.manual_seed(seed)
-    model = Routed(loop)
-    if loop.double:
-        model.double()
-    for name in loop.frozen:
-        model.get_parameter(name).requires_grad_(False)
-    return model
-
-
-def is_proj(name: str, param: nn.Parameter) -> bool:
-    return "proj" in name and param.ndim == 2
-
-
-PLAN = {"up_proj": ColwiseParallel(use_local_output=False), "down_proj": RowwiseParallel()}
-
-
-def distribute(model: Routed, loop: Loop, sizes: Sizes, mesh: DeviceMesh) -> None:
-    if "tp" in sizes:
-        for layer in model.layers:
-            parallelize_module(layer, mesh["tp"], PLAN)
-    options: dict[str, Any] = {"predicate": is_proj, "process_groups": loop.process_groups}
-    if "ddp" in sizes:
-        if loop.wrap == "root":
-            options["hook_boundary"] = lambda name, module: name == ""
-        if "tp" in sizes:
-            dmuon.dedicate_params_ddp_tp(model, mesh["dp"], tp_buffer_reuse=loop.reuse, **options)
-            dmuon.replicate_tp(model, mesh["dp"])
-        else:
-            dmuon.dedicate_params_ddp(model, mesh["dp"], **options)
-            dmuon.replicate(model, mesh["dp"])
-        return
-    options |= {"reshard_after_forward": loop.reshard, "tp_buffer_reuse": loop.reuse}
-    if "replicate" in sizes:
-        dmuon.dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"], **options)
-        dp = mesh["replicate", "shard"]
-    else:
-        dmuon.dedicate_params(model, mesh["dp"], **options)
-        dp = mesh["dp"]
-    if loop.wrap == "layers":
-        for layer in model.layers:
-            fully_shard(layer, mesh=dp, reshard_after_forward=loop.reshard)
-    fully_shard(model, mesh=dp, reshard_after_forward=loop.reshard)
-
+BATCH, DECAY_OF_LR = 8, 0.7
 
 # The two trainings
 
@@ -408,6 +305,10 @@ class Run:
     def load(self, action: Load) -> None:
         old = self.trained
         new = Trained(self.loop, action.sizes, self.mesh(action.sizes), self.loop.seed + 1)
+        if action.warm:
+            everywhere = Use(tuple(range(len(self.loop.hidden))))
+            new.model(self.batch()[0], everywhere)
+            new.rest()
         {"full": through_full_states, "dcp": through_files, "native": through_torchs_methods}[action.way](
             old, new
         )

@@ -127,10 +127,14 @@ class Write:
 
 @dataclass(frozen=True)
 class Load:
-    """Everything goes through state dicts to a fresh model and optimizer, where the training goes on."""
+    """Everything goes through state dicts to a fresh model and optimizer, where the training goes on.
+
+    warm: the fresh model has run, and holds gathered weights, before it is loaded.
+    """
 
     sizes: Sizes
     way: str  # full, dcp, native
+    warm: bool
 
 
 Action = Micro | Pair | Evaluate | Forward | Clip | ZeroGrad | Step | Freeze | Schedule | Write | Load
@@ -252,7 +256,9 @@ class Generator:
     def iteration(self, first: bool) -> None:
         if self.chance(0.4):
             self.in_between()
-        if first and self.chance(0.6):  # every parameter gets its state, so that it can be saved
+        if (
+            first and not self.now_frozen and self.chance(0.6)
+        ):  # every parameter gets its state, so that it can be saved
             everywhere = tuple(range(self.depth))
             self.micro(Micro((Use(everywhere, everywhere),)))
             self.all_stepped = True
@@ -365,7 +371,7 @@ class Generator:
             self.sizes = self.random.choice(LAYOUTS[self.world_size])
             if "tp" in self.sizes and "ddp" not in self.sizes:
                 way = "dcp"
-        self.actions.append(Load(self.sizes, way))
+        self.actions.append(Load(self.sizes, way, self.chance(0.5)))
         self.pending = False
         self.trained.clear()
 

@@ -254,7 +254,10 @@ def step_before_the_first_forward(sizes: dict[str, int]) -> None:
     model = Model()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     optimizer = build(model, sizes)
+    state = model.state_dict()
     get_optimizer_state_dict(model, optimizer)  # which steps by itself, on zero gradients
+    model.load_state_dict(state)  # while the publish of this step is in flight
+    dist.barrier()
     for name, weight in full_weights(model).items():
         assert torch.equal(weight, before[name]), name
 
