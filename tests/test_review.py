@@ -1,0 +1,105 @@
+"""States and orders that a training loop can produce, found by review."""
+
+import copy
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import dmuon
+import layouts
+from dmuon.comm import Channel, Pending
+from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
+from models import (
+    InnerProducts,
+    assert_ranks_equal,
+    assert_weights_close,
+    everything,
+    full_weights,
+    mean_backward,
+)
+from reference import ReferenceMuon
+from test_ddp import Skipping
+
+DDP = {"ddp": 4}
+DDP_TP = {"ddp": 2, "tp": 2}
+HSDP = {"replicate": 2, "shard": 2}
+FSDP = {"dp": 4}
+FSDP_TP = {"dp": 2, "tp": 2}
+HSDP_TP = {"replicate": 1, "shard": 2, "tp": 2}
+ALL = [
+    pytest.param(s, id="-".join(f"{k}{n}" for k, n in s.items())) for s in (DDP, DDP_TP, HSDP, FSDP, FSDP_TP)
+]
+
+
+# A gather under DDP that no forward waits for
+
+
+def read_what_nobody_ran() -> bool:
+    torch.manual_seed(dist.get_rank())
+    model = Skipping()
+    build(model, DDP)
+    record = dmuon.get_dedicated_params(model)[0]
+    if record.is_owner:
+        time.sleep(1.5)
+    model(torch.randn(4, 6), [])
+    read = record.full_tensor()
+    truth = record.local.clone() if record.is_owner else torch.empty(record.full_shape)
+    dist.broadcast(truth, record.owner_rank)
+    return torch.equal(read, truth)
+
+
+def test_a_weight_is_read_after_it_has_come(ranks):
+    assert all(ranks(4, read_what_nobody_ran))
+
+
+class Late(Pending):
+    """A receiver of a broadcast whose data comes when it is waited for, as it may."""
+
+    def __init__(self, buffer: torch.Tensor, work: Any) -> None:
+        super().__init__(work, buffer, "late")
+        self._target, self._arriving = buffer, None
+
+    def wait(self) -> None:
+        super().wait()
+        if self._target is not None and self._arriving is not None:
+            self._target.copy_(self._arriving)
+        self._target = None
+
+
+def late_broadcast(self: Channel, buffer: torch.Tensor, source: int, label: str) -> Pending:
+    if self._ranks[source] == dist.get_rank():
+        return Pending(
+            dist.broadcast(buffer, self._ranks[source], group=self._group, async_op=True), buffer, ""
+        )
+    arriving = torch.empty_like(buffer)
+    work = dist.broadcast(arriving, self._ranks[source], group=self._group, async_op=True)
+    pending = Late(buffer, work)
+    pending._arriving = arriving
+    return pending
+
+
+def step_over_a_late_gather() -> None:
+    torch.manual_seed(1)
+    model = Skipping()
+    optimizer = build(model, DDP)
+    before = Channel.broadcast
+    Channel.broadcast = late_broadcast  # type: ignore[method-assign]
+    try:
+        chosen = [0, 1, 2] if dist.get_rank() == 0 else []
+        model(torch.randn(4, 6), chosen).square().mean().backward()
+        optimizer.step()
+        optimizer.synchronize()
+        model(torch.randn(4, 6), [0, 1, 2])
+    finally:
+        Channel.broadcast = before  # type: ignore[method-assign]
+    assert_ranks_equal({p.param_name: p.gathered.detach().clone() for p in dmuon.get_dedicated_params(model)})
+
+
+def test_an_earlier_gather_does_not_overwrite_a_step(ranks):
+    ranks(4, step_over_a_late_gather)
