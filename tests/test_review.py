@@ -103,3 +103,32 @@ def step_over_a_late_gather() -> None:
 
 def test_an_earlier_gather_does_not_overwrite_a_step(ranks):
     ranks(4, step_over_a_late_gather)
+
+
+# Memory
+
+
+def kept_by_counts() -> list[int]:
+    """Bytes that are kept beside the gradient of a matrix that its owner itself does not use."""
+    torch.manual_seed(1)
+    model = InnerProducts([torch.randn(40, 60), torch.randn(40, 60)])
+    mesh = make_mesh(FSDP)
+    dmuon.dedicate_params(model, mesh["dp"], predicate=everything)
+    fully_shard(model, mesh=mesh["dp"])
+    dmuon.Muon(model)
+    for _ in range(5):
+        target = torch.randn(40, 60)
+        model([target, target if dist.get_rank() == 3 else None]).backward()
+    kept = 0
+    for param in model.parameters():
+        for value in vars(param.grad).values():
+            for tensor in value if isinstance(value, list) else [value]:
+                if isinstance(tensor, torch.Tensor) and tensor is not param.grad._local_tensor:
+                    kept += tensor.untyped_storage().nbytes()
+    return [kept]
+
+
+def test_accumulation_keeps_no_reduction_buffers(ranks):
+    """Which ranks had a gradient is all that has to be remembered of each backward."""
+    answers = ranks(4, kept_by_counts)
+    assert max(kept for (kept,) in answers) <= 8, answers

@@ -260,7 +260,8 @@ class Bucket:
             exchange = self._exchange(params)
             wholes = yield from self._to_owners(exchange, views, self.reduce_dtype)
             whole = dict(zip([param for param in params if param.is_owner], wholes, strict=True))
-            counts = counts.clone()
+        if not all(had):
+            counts = counts.clone()  # they live as long as the gradients do: the buffer should not
         seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
         return partial(_hand_over, params, whole, seen)
 

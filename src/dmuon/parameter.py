@@ -303,15 +303,14 @@ class DedicatedParam:
                 not to be 0.
         """
         gradient = self.wrap_owned(local, self.resting.dtype)
-        counts = None if count is None else [count]
         if self.resting.grad is None:
             self.resting.grad = gradient
         else:
-            known = getattr(self.resting.grad, "_dmuon_counts", None)
-            counts = None if known is None or counts is None else known + counts
+            known = getattr(self.resting.grad, "_dmuon_count", None)
+            count = None if known is None or count is None else known + count
             self.resting.grad.add_(gradient)
-        # The counts live and die with the gradient itself: whoever replaces or drops it drops them as well.
-        self.resting.grad._dmuon_counts = counts  # type: ignore[attr-defined]
+        # The count lives and dies with the gradient itself: whoever replaces or drops it drops that as well.
+        self.resting.grad._dmuon_count = count  # type: ignore[attr-defined]
 
     def had_gradient(self) -> bool:
         """In the owner row: whether any rank had a gradient for it.
@@ -320,8 +319,8 @@ class DedicatedParam:
         """
         if self.resting.grad is None:
             return False
-        counts = getattr(self.resting.grad, "_dmuon_counts", None)
-        return counts is None or any(bool(count > 0) for count in counts)
+        count = getattr(self.resting.grad, "_dmuon_count", None)
+        return count is None or bool(count > 0)
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:
