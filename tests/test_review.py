@@ -132,3 +132,52 @@ def test_accumulation_keeps_no_reduction_buffers(ranks):
     """Which ranks had a gradient is all that has to be remembered of each backward."""
     answers = ranks(4, kept_by_counts)
     assert max(kept for (kept,) in answers) <= 8, answers
+
+
+# Gradients that the user sets
+
+
+def set_even_gradient() -> None:
+    """One row per rank: the owner's row would be broadcast over all of the momentum."""
+    torch.manual_seed(1)
+    model = InnerProducts([torch.randn(4, 6)])
+    mesh = make_mesh(FSDP)
+    dmuon.dedicate_params(model, mesh["dp"], predicate=everything)
+    fully_shard(model, mesh=mesh["dp"])
+    optimizer = dmuon.Muon(model)
+    model.layers[0].weight.grad = distribute_tensor(torch.randn(4, 6), mesh["dp"], [Shard(0)])
+    with pytest.raises(RuntimeError, match=r"layers\.0\.weight: its gradient"):
+        optimizer.step()
+
+
+def test_an_evenly_sharded_gradient_is_refused(ranks):
+    ranks(4, set_even_gradient)
+
+
+def preallocated(sizes: dict[str, int], in_pieces: bool) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"} if in_pieces else {}
+    optimizer = build(model, sizes, **gram)
+    mine, replicas = layouts.data_rank(sizes)
+    for step in range(3):
+        for param in model.parameters():
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        loss_of(model, 10 * step + mine).backward()
+        mean_backward(oracle, loss_of, [10 * step + rank for rank in range(replicas)])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad(set_to_none=step == 1)
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "in_pieces"])
+@pytest.mark.parametrize("sizes", [*ALL, pytest.param(HSDP_TP, id="hsdp-tp")])
+def test_preallocated_gradients(ranks, sizes, in_pieces):
+    if in_pieces and "tp" not in sizes:
+        pytest.skip("nothing is in pieces")
+    ranks(4, preallocated, sizes, in_pieces)

@@ -308,9 +308,36 @@ class DedicatedParam:
         else:
             known = getattr(self.resting.grad, "_dmuon_count", None)
             count = None if known is None or count is None else known + count
+            self._keep_gradient_as_ours()
             self.resting.grad.add_(gradient)
         # The count lives and dies with the gradient itself: whoever replaces or drops it drops that as well.
         self.resting.grad._dmuon_count = count  # type: ignore[attr-defined]
+
+    def _keep_gradient_as_ours(self) -> None:
+        """Replace a gradient that lies as the weight does (`zeros_like` of it): torch would add it in chunks."""
+        gradient = self.resting.grad
+        assert isinstance(gradient, DTensor)
+        if gradient.placements != self.owner_placements:
+            self.check_gradient()
+            mine = self.local_gradient() if self.in_owner_row else None
+            self.resting.grad = self.wrap_owned(mine if self.keeps_state else None, gradient.dtype)
+
+    def check_gradient(self) -> None:
+        """Refuse a gradient that lies otherwise than the weight or a gradient of ours; no collective.
+
+        Raises:
+            RuntimeError: on every rank whose part does not fit.
+        """
+        gradient = self.resting.grad
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else None
+        fits = (self.state_shape, self.piece_shape) if self.keeps_state or self.keeps_weight else ()
+        may_be_empty = not self.keeps_state or self.state_shape.numel() == 0
+        if local is None or not (local.shape in fits or (may_be_empty and local.numel() == 0)):
+            raise RuntimeError(
+                f"{self.param_name}: its gradient has been replaced by one that lies elsewhere than on the "
+                "owner of the matrix. Change gradients in place or element by element (grad.mul_(2), "
+                "2 * grad, torch.zeros_like(param)); do not distribute or redistribute them."
+            )
 
     def had_gradient(self) -> bool:
         """In the owner row: whether any rank had a gradient for it.

@@ -331,6 +331,7 @@ class Muon(Optimizer):
 
         A matrix that stays in pieces is orthogonalized by the publish, too.
         """
+        param.check_gradient()
         momentum = self._momentum(param)
         if not (param.in_owner_row and param.had_gradient()):
             return Update()
