@@ -290,7 +290,7 @@ class DedicatedParam:
             dtype: of the result.
         """
         if local is None:
-            local = torch.empty((0, *self.full_shape[1:]), dtype=dtype, device=self.layout.device)
+            local = torch.empty((0, *self.state_shape[1:]), dtype=dtype, device=self.layout.device)
         return wrap_local(local.to(dtype), self.full_shape, self.mesh, self.owner_placements)
 
     @torch.no_grad()
