@@ -181,3 +181,48 @@ def test_preallocated_gradients(ranks, sizes, in_pieces):
     if in_pieces and "tp" not in sizes:
         pytest.skip("nothing is in pieces")
     ranks(4, preallocated, sizes, in_pieces)
+
+
+# The distributed Gram form and the order of calls
+
+
+def gram_after_backward(synced: bool) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    distribute(model, FSDP_TP)
+    if not synced:
+        dmuon.Muon(model)
+        with dmuon.no_sync(model):
+            loss_of(model, 0).backward()
+    else:
+        loss_of(model, 0).backward()
+    with pytest.raises(RuntimeError, match="has a gradient already"):
+        dmuon.Muon(model, tp_distributed_gram=True, tp_distributed_gram_policy="always")
+
+
+@pytest.mark.parametrize("synced", [True, False])
+def test_gradients_that_came_before_a_change_of_form(ranks, synced):
+    ranks(4, gram_after_backward, synced)
+
+
+def two_forms() -> None:
+    torch.manual_seed(1)
+    model = Model()
+    distribute(model, FSDP_TP)
+    first = dmuon.Muon(model)
+    loss_of(model, 0).backward()
+    first.step()
+    first.zero_grad()
+    before = first.state_dict()
+    second = dmuon.Muon(model, tp_distributed_gram=True, tp_distributed_gram_policy="always")
+    with pytest.raises(RuntimeError, match="another Muon has been built"):
+        first.state_dict()
+    second.load_state_dict(before)
+    loss_of(model, 1).backward()
+    with pytest.raises(RuntimeError, match="another Muon has been built"):
+        first.step()
+    second.step()
+
+
+def test_an_optimizer_whose_momentum_was_left_behind(ranks):
+    ranks(4, two_forms)

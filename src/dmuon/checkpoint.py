@@ -119,6 +119,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
 
 
 def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
+    param.check_momentum(momentum)
     state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
     if param.keeps_state:
         state.copy_(momentum._local_tensor)

@@ -322,6 +322,19 @@ class DedicatedParam:
             mine = self.local_gradient() if self.in_owner_row else None
             self.resting.grad = self.wrap_owned(mine if self.keeps_state else None, gradient.dtype)
 
+    def check_momentum(self, momentum: DTensor) -> None:
+        """Refuse a momentum that lies otherwise than it should now; alike on all ranks.
+
+        Raises:
+            RuntimeError: if another optimizer has changed where it is kept.
+        """
+        if momentum.placements != self.owner_placements:
+            raise RuntimeError(
+                f"{self.param_name}: another Muon has been built on this model with another "
+                "tp_distributed_gram, so that this one's momentum lies where it can no longer be used. Take "
+                "this optimizer's state_dict before, and load it into the new one."
+            )
+
     def check_gradient(self) -> None:
         """Refuse a gradient that lies otherwise than the weight or a gradient of ours; no collective.
 

@@ -465,6 +465,11 @@ class Runtime:
                 in_pieces = chooses(param, group.precision.reduce_dtype(param), param.resting.dtype)
                 if in_pieces != param.in_pieces and group.ran:
                     raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
+                if in_pieces != param.in_pieces and (group.unreduced or param.resting.grad is not None):
+                    raise RuntimeError(
+                        f"{param.param_name} has a gradient already, and tp_distributed_gram decides where "
+                        "gradients lie: build Muon before the first backward, or call model.zero_grad() first"
+                    )
                 param.in_pieces = in_pieces
         assert self._channels is not None
         self._channels.has_gram_stage = any(param.in_pieces for param in self.params)
