@@ -1,5 +1,6 @@
 """States and orders that a training loop can produce, found by review."""
 
+import contextlib
 import copy
 import time
 from typing import Any
@@ -9,12 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
 import layouts
 from dmuon.comm import Channel, Pending
 from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
+from dmuon.replicate import Replicas
 from models import (
     InnerProducts,
     assert_ranks_equal,
@@ -226,3 +228,84 @@ def two_forms() -> None:
 
 def test_an_optimizer_whose_momentum_was_left_behind(ranks):
     ranks(4, two_forms)
+
+
+# Exceptions in the middle of accumulation, under `replicate`
+
+
+class Fuse(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ValueError("boom")
+
+
+class Fragile(Model):
+    fails = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(Fuse.apply(x) if self.fails and index == 1 else x)
+        return self.head(x)
+
+
+def backward_that_raises(sizes: dict[str, int], bucket_bytes: int, goes_on: bool) -> None:
+    settings = Replicas.start.__globals__
+    whole, settings["_BUCKET_BYTES"] = settings["_BUCKET_BYTES"], bucket_bytes
+    try:
+        torch.manual_seed(1)
+        model = Fragile(depth=3)
+        oracle = copy.deepcopy(model)
+        reference = ReferenceMuon(oracle, is_proj)
+        optimizer = build(model, sizes)
+        mine, replicas = layouts.data_rank(sizes)
+        loss_of(model, mine).backward()
+        mean_backward(oracle, loss_of, range(replicas))
+        model.fails = True
+        with pytest.raises(ValueError, match="boom"):
+            loss_of(model, 50 + mine).backward()
+        model.fails = False
+        if goes_on:
+            loss_of(model, 10 + mine).backward()
+            for rank in range(replicas):
+                (loss_of(oracle, 10 + rank) / replicas).backward()
+        optimizer.step()
+        reference.step()
+        assert_weights_close(model, oracle)
+        if "tp" not in sizes:
+            assert_ranks_equal(full_weights(model))
+    finally:
+        settings["_BUCKET_BYTES"] = whole
+
+
+@pytest.mark.parametrize("goes_on", [True, False], ids=["goes_on", "steps"])
+@pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["many_buckets", "one_bucket"])
+@pytest.mark.parametrize("sizes", ALL[:2])
+def test_a_backward_that_raises_leaves_gradients_as_they_were(ranks, sizes, bucket_bytes, goes_on):
+    ranks(4, backward_that_raises, sizes, bucket_bytes, goes_on)
+
+
+def accumulate_in_turn(sizes: dict[str, int]) -> None:
+    """Backwards with and without communication, in any order, add up."""
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes)
+    mine, replicas = layouts.data_rank(sizes)
+    for micro, synced in enumerate([False, True, False, False, True]):
+        with contextlib.nullcontext() if synced else dmuon.no_sync(model):
+            loss_of(model, 10 * micro + mine).backward()
+        for rank in range(replicas):
+            (loss_of(oracle, 10 * micro + rank) / replicas).backward()
+    optimizer.step()
+    reference.step()
+    assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", ALL[:2])
+def test_backwards_with_and_without_communication_in_turn(ranks, sizes):
+    ranks(4, accumulate_in_turn, sizes)

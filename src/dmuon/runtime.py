@@ -370,6 +370,8 @@ class Runtime:
             schedule = base.schedule(self._scheduled_by[group])
             group.schedule = dataclasses.replace(schedule, reduce=schedule.reduce and not self.no_sync_depth)
         self._in_turn = [group for group in reversed(self.groups) if group.takes_part]
+        if self.replicas is not None:
+            self.replicas.begin()
         Variable._execution_engine.queue_callback(callback)
 
     def _backward_is_over(self, _: object) -> None:
@@ -377,6 +379,8 @@ class Runtime:
         for group in self.groups:
             if not group.depth:
                 group.show_resting()
+        if self.replicas is not None:
+            self.replicas.restore()
 
     def _gradient_arrived(self, group: DedicatedGroup) -> None:
         self._begin_backward()
@@ -412,7 +416,7 @@ class Runtime:
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
         if self.replicas is not None and self.no_sync_depth:
-            self.replicas.reset()
+            self.replicas.end_without_reduction()
         elif self.replicas is not None:
             self.replicas.finish()
         for hand_over in self._reductions.finish():
