@@ -309,3 +309,59 @@ def accumulate_in_turn(sizes: dict[str, int]) -> None:
 @pytest.mark.parametrize("sizes", ALL[:2])
 def test_backwards_with_and_without_communication_in_turn(ranks, sizes):
     ranks(4, accumulate_in_turn, sizes)
+
+
+# Double backward
+
+
+def gradient_penalty(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes)
+    mine, replicas = layouts.data_rank(sizes)
+
+    def loss(model: nn.Module, seed: int) -> torch.Tensor:
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+        y = model(x).square().mean()
+        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+        return y + gradient.square().sum()
+
+    if "ddp" not in sizes:  # FSDP2 itself would read freed memory
+        with pytest.raises(RuntimeError, match="create_graph"):
+            loss(model, mine)
+        return
+    for step in range(2):
+        loss(model, 10 * step + mine).backward()
+        mean_backward(oracle, loss, [10 * step + rank for rank in range(replicas)])
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", [DDP, FSDP])
+def test_a_gradient_penalty(ranks, sizes):
+    ranks(4, gradient_penalty, sizes)
+
+
+# State dicts
+
+
+def storages_of_momentum() -> list[bool]:
+    torch.manual_seed(1)
+    model = Model()
+    optimizer = build(model, DDP_TP)
+    loss_of(model, 0).backward()
+    optimizer.step()
+    entries = [entry for entry in optimizer.state_dict()["state"].values() if "momentum_buffer" in entry]
+    locals_ = [getattr(e["momentum_buffer"], "_local_tensor", e["momentum_buffer"]) for e in entries]
+    return [t.untyped_storage().nbytes() == t.nbytes for t in locals_]
+
+
+def test_a_state_dict_holds_pieces_not_whole_matrices(ranks):
+    for answer in ranks(4, storages_of_momentum):
+        assert all(answer)
+        assert answer

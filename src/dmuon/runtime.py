@@ -330,6 +330,12 @@ class Runtime:
                     "backward (an optimizer step, a load, or an in-place operation): the gradient would be "
                     "that of neither. Run backward before changing them."
                 )
+            if torch.is_grad_enabled() and group.residency != "always" and group.schedule.reshard:
+                raise RuntimeError(
+                    f"create_graph=True: a second backward would read the weights of {group.name} after they "
+                    "have been freed. Call model.set_reshard_after_backward(False) on the FSDP2 model before, "
+                    "or use DDP."
+                )
             first = not group.reached
             group.reached = group.ran = True
             group.gather()
