@@ -15,8 +15,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import dmuon
 import layouts
 from dmuon.comm import Channel, Pending
-from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
 from dmuon.replicate import Replicas
+from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
 from models import (
     InnerProducts,
     assert_ranks_equal,
@@ -365,3 +365,31 @@ def test_a_state_dict_holds_pieces_not_whole_matrices(ranks):
     for answer in ranks(4, storages_of_momentum):
         assert all(answer)
         assert answer
+
+
+# Changes that no version shows
+
+
+def change_unseen(how: str) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    build(model, DDP)
+    loss_of(model, 0)
+    records = dmuon.get_dedicated_params(model)
+    before = full_weights(model)
+    with torch.no_grad():
+        if how == "foreach":
+            torch._foreach_mul_([record.resting for record in records], 0.5)
+        else:
+            for record in records:
+                (record.resting.data if how == "data" else record.resting.to_local()).mul_(0.5)
+    for record in records:
+        record.mark_updated()
+    loss_of(model, 0)
+    for record in records:
+        assert torch.equal(record.gathered.detach(), 0.5 * before[record.param_name]), record
+
+
+@pytest.mark.parametrize("how", ["foreach", "data", "to_local"])
+def test_changes_past_the_version_counter_can_be_told(ranks, how):
+    ranks(4, change_unseen, how)

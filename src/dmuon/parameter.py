@@ -314,7 +314,7 @@ class DedicatedParam:
         self.resting.grad._dmuon_count = count  # type: ignore[attr-defined]
 
     def _keep_gradient_as_ours(self) -> None:
-        """Replace a gradient that lies as the weight does (`zeros_like` of it): torch would add it in chunks."""
+        """Replace a gradient that lies as the weight does (`zeros_like` of it): torch adds chunks."""
         gradient = self.resting.grad
         assert isinstance(gradient, DTensor)
         if gradient.placements != self.owner_placements:

@@ -223,7 +223,7 @@ def _pack(tensors: list[Any]) -> Iterator[list[Any]]:
 
 
 def _take_gradient(param: nn.Parameter, earlier: torch.Tensor | None) -> torch.Tensor | None:
-    """This rank's part of the gradient, with an `earlier` one, cut as the parameter is; the parameter loses it.
+    """This rank's part of the gradient and an `earlier` one, cut as the parameter is; it loses its gradient.
 
     As under FSDP2, collective over the tensor-parallel ranks where it comes as a Partial sum (under sequence
     parallelism), or cut otherwise.

@@ -333,7 +333,7 @@ class Runtime:
             if torch.is_grad_enabled() and group.residency != "always" and group.schedule.reshard:
                 raise RuntimeError(
                     f"create_graph=True: a second backward would read the weights of {group.name} after they "
-                    "have been freed. Call model.set_reshard_after_backward(False) on the FSDP2 model before, "
+                    "have been freed. Call set_reshard_after_backward(False) on the FSDP2 model before, "
                     "or use DDP."
                 )
             first = not group.reached
