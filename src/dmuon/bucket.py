@@ -154,6 +154,9 @@ class Bucket:
         self._fill()
         self._mark_filled()
         self._gathering = self._channels.gather.broadcast(self._buffer, self.owner.shard, self.label)
+        if self.layout.replicated:  # nobody need ever run the group, and so wait for it
+            for param in self.params:
+                param.before_read = self.wait_gathered
 
     def _allocate(self) -> None:
         if self._buffer.untyped_storage().nbytes() == 0:
@@ -193,6 +196,8 @@ class Bucket:
         """Wait for the gather; the gathered parameters may be read afterwards."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
+            for param in self.params:
+                param.before_read = None
             gathering.wait()
         if self.layout.replicated:
             self.wait_published()  # which brings the weights in place
@@ -255,7 +260,8 @@ class Bucket:
             exchange = self._exchange(params)
             wholes = yield from self._to_owners(exchange, views, self.reduce_dtype)
             whole = dict(zip([param for param in params if param.is_owner], wholes, strict=True))
-            counts = counts.clone()
+        if not all(had):
+            counts = counts.clone()  # they live as long as the gradients do: the buffer should not
         seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
         return partial(_hand_over, params, whole, seen)
 
@@ -347,6 +353,8 @@ class Bucket:
 
         exchange: there may be updates to exchange; else the weights are what has changed.
         """
+        if self.layout.replicated:
+            self.wait_gathered()  # it writes to the same buffer, on another channel
         self.wait_published()
         for param in updates:
             param.published = param.version

@@ -134,6 +134,7 @@ def _with_dtypes(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
+    param.check_momentum(momentum)
     state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
     if param.keeps_state:
         state.copy_(momentum._local_tensor)
@@ -157,7 +158,9 @@ def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     """
     layout, rows = param.layout, piece.shape[0]
     if layout.replicated:
-        return piece if param.tp is None else param.tp.wrap(piece.contiguous())
+        return (
+            piece if param.tp is None else param.tp.wrap(piece.clone(memory_format=torch.contiguous_format))
+        )
     chunk = -(-rows // layout.shard_size)
     start = min(layout.here.shard * chunk, rows)
     local = piece[start : min(start + chunk, rows)].clone()

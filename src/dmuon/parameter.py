@@ -290,7 +290,7 @@ class DedicatedParam:
             dtype: of the result.
         """
         if local is None:
-            local = torch.empty((0, *self.full_shape[1:]), dtype=dtype, device=self.layout.device)
+            local = torch.empty((0, *self.state_shape[1:]), dtype=dtype, device=self.layout.device)
         return wrap_local(local.to(dtype), self.full_shape, self.mesh, self.owner_placements)
 
     @torch.no_grad()
@@ -303,15 +303,54 @@ class DedicatedParam:
                 not to be 0.
         """
         gradient = self.wrap_owned(local, self.resting.dtype)
-        counts = None if count is None else [count]
         if self.resting.grad is None:
             self.resting.grad = gradient
         else:
-            known = getattr(self.resting.grad, "_dmuon_counts", None)
-            counts = None if known is None or counts is None else known + counts
+            known = getattr(self.resting.grad, "_dmuon_count", None)
+            count = None if known is None or count is None else known + count
+            self._keep_gradient_as_ours()
             self.resting.grad.add_(gradient)
-        # The counts live and die with the gradient itself: whoever replaces or drops it drops them as well.
-        self.resting.grad._dmuon_counts = counts  # type: ignore[attr-defined]
+        # The count lives and dies with the gradient itself: whoever replaces or drops it drops that as well.
+        self.resting.grad._dmuon_count = count  # type: ignore[attr-defined]
+
+    def _keep_gradient_as_ours(self) -> None:
+        """Replace a gradient that lies as the weight does (`zeros_like` of it): torch adds chunks."""
+        gradient = self.resting.grad
+        assert isinstance(gradient, DTensor)
+        if gradient.placements != self.owner_placements:
+            self.check_gradient()
+            mine = self.local_gradient() if self.in_owner_row else None
+            self.resting.grad = self.wrap_owned(mine if self.keeps_state else None, gradient.dtype)
+
+    def check_momentum(self, momentum: DTensor) -> None:
+        """Refuse a momentum that lies otherwise than it should now; alike on all ranks.
+
+        Raises:
+            RuntimeError: if another optimizer has changed where it is kept.
+        """
+        if momentum.placements != self.owner_placements:
+            raise RuntimeError(
+                f"{self.param_name}: another Muon has been built on this model with another "
+                "tp_distributed_gram, so that this one's momentum lies where it can no longer be used. Take "
+                "this optimizer's state_dict before, and load it into the new one."
+            )
+
+    def check_gradient(self) -> None:
+        """Refuse a gradient that lies otherwise than the weight or a gradient of ours; no collective.
+
+        Raises:
+            RuntimeError: on every rank whose part does not fit.
+        """
+        gradient = self.resting.grad
+        local = gradient._local_tensor if isinstance(gradient, DTensor) else None
+        fits = (self.state_shape, self.piece_shape) if self.keeps_state or self.keeps_weight else ()
+        may_be_empty = not self.keeps_state or self.state_shape.numel() == 0
+        if local is None or not (local.shape in fits or (may_be_empty and local.numel() == 0)):
+            raise RuntimeError(
+                f"{self.param_name}: its gradient has been replaced by one that lies elsewhere than on the "
+                "owner of the matrix. Change gradients in place or element by element (grad.mul_(2), "
+                "2 * grad, torch.zeros_like(param)); do not distribute or redistribute them."
+            )
 
     def had_gradient(self) -> bool:
         """In the owner row: whether any rank had a gradient for it.
@@ -320,8 +359,8 @@ class DedicatedParam:
         """
         if self.resting.grad is None:
             return False
-        counts = getattr(self.resting.grad, "_dmuon_counts", None)
-        return counts is None or any(bool(count > 0) for count in counts)
+        count = getattr(self.resting.grad, "_dmuon_count", None)
+        return count is None or bool(count > 0)
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:

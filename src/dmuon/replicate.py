@@ -61,6 +61,7 @@ class Replicas:
         self._dedicated = {id(param) for param in dedicated}
         self._buckets: list[_Bucket] = []
         self._flights: list[tuple[list[nn.Parameter], torch.Tensor, list[bool], Pending]] = []
+        self._earlier: dict[nn.Parameter, torch.Tensor] = {}  # gradients from before the running backward
         self._next = 0
         self._equal = False
 
@@ -112,6 +113,31 @@ class Replicas:
 
     # Gradients
 
+    def begin(self) -> None:
+        """The beginning of a backward: lay gradients of earlier ones aside, for `restore` if it raises."""
+        for param in self._all_params():
+            if param.grad is not None:
+                self._earlier[param], param.grad = param.grad, None
+
+    @torch.no_grad()
+    def end_without_reduction(self) -> None:
+        """The end of a backward under `no_sync`: add its gradients to the earlier ones, on this rank."""
+        for param, earlier in self._earlier.items():
+            if param.grad is not None:
+                earlier.add_(param.grad)
+            param.grad = earlier
+        self._earlier.clear()
+        self.reset()
+
+    def restore(self) -> None:
+        """After a backward that raised: all gradients are those from before it."""
+        for param in self._all_params():
+            param.grad = self._earlier.get(param)
+        self._earlier.clear()
+
+    def _all_params(self) -> Iterator[nn.Parameter]:
+        return (param for bucket in self._buckets for param in bucket.params)
+
     def reduce_complete(self) -> None:
         """Start the all-reduces whose turn it is."""
         while self._next < len(self._buckets) and self._buckets[self._next].is_complete:
@@ -126,11 +152,12 @@ class Replicas:
 
         One that was accumulated before travels along: it is the same on all ranks, and so is their mean.
         """
+        earlier = {} if bucket.launched else self._earlier
         bucket.launched = True
         params = bucket.trainable
         if not params:
             return
-        gradients = [_take_gradient(param) for param in params]
+        gradients = [_take_gradient(param, earlier.get(param)) for param in params]
         had = [gradient is not None for gradient in gradients]
         dtype, device = params[0].dtype, self.layout.device
         offsets, total = packed_offsets([local_part(param).numel() for param in params], dtype)
@@ -164,6 +191,10 @@ class Replicas:
             for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
                 if had[index] or bool(buffer[total + index] > 0):  # a host sync only where this rank had none
                     _add_gradient(param, buffer[offset : offset + local_part(param).numel()])
+        for param, earlier in self._earlier.items():
+            if not param.requires_grad:  # frozen meanwhile: nothing has taken it along
+                param.grad = earlier
+        self._earlier.clear()
         self.reset()
 
     def reset(self) -> None:
@@ -193,13 +224,15 @@ def _pack(tensors: list[Any]) -> Iterator[list[Any]]:
         yield members
 
 
-def _take_gradient(param: nn.Parameter) -> torch.Tensor | None:
-    """This rank's part of the gradient, cut as the parameter is; the parameter loses it.
+def _take_gradient(param: nn.Parameter, earlier: torch.Tensor | None) -> torch.Tensor | None:
+    """This rank's part of the gradient and an `earlier` one, cut as the parameter is; it loses its gradient.
 
     As under FSDP2, collective over the tensor-parallel ranks where it comes as a Partial sum (under sequence
     parallelism), or cut otherwise.
     """
     gradient, param.grad = param.grad, None
+    if earlier is not None:
+        gradient = earlier if gradient is None else earlier + gradient
     if isinstance(gradient, DTensor):
         assert isinstance(param, DTensor)
         if gradient.placements != param.placements:

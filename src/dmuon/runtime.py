@@ -332,6 +332,12 @@ class Runtime:
                     "backward (an optimizer step, a load, or an in-place operation): the gradient would be "
                     "that of neither. Run backward before changing them."
                 )
+            if torch.is_grad_enabled() and group.residency != "always" and group.schedule.reshard:
+                raise RuntimeError(
+                    f"create_graph=True: a second backward would read the weights of {group.name} after they "
+                    "have been freed. Call set_reshard_after_backward(False) on the FSDP2 model before, "
+                    "or use DDP."
+                )
             first = not group.reached
             group.reached = group.ran = True
             group.gather()
@@ -373,6 +379,8 @@ class Runtime:
             schedule = base.schedule(self._scheduled_by[group])
             group.schedule = dataclasses.replace(schedule, reduce=schedule.reduce and not self.no_sync_depth)
         self._in_turn = [group for group in reversed(self.groups) if group.takes_part]
+        if self.replicas is not None:
+            self.replicas.begin()
         Variable._execution_engine.queue_callback(callback)
 
     def _backward_is_over(self, _: object) -> None:
@@ -380,6 +388,8 @@ class Runtime:
         for group in self.groups:
             if not group.depth:
                 group.show_resting()
+        if self.replicas is not None:
+            self.replicas.restore()
 
     def _gradient_arrived(self, group: DedicatedGroup) -> None:
         self._begin_backward()
@@ -419,7 +429,7 @@ class Runtime:
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
         if self.replicas is not None and self.no_sync_depth:
-            self.replicas.reset()
+            self.replicas.end_without_reduction()
         elif self.replicas is not None:
             self.replicas.finish()
         for hand_over in self._reductions.finish():
@@ -473,6 +483,11 @@ class Runtime:
                 in_pieces = chooses(param, group.precision.reduce_dtype(param), param.resting.dtype)
                 if in_pieces != param.in_pieces and group.ran:
                     raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
+                if in_pieces != param.in_pieces and (group.unreduced or param.resting.grad is not None):
+                    raise RuntimeError(
+                        f"{param.param_name} has a gradient already, and tp_distributed_gram decides where "
+                        "gradients lie: build Muon before the first backward, or call model.zero_grad() first"
+                    )
                 param.in_pieces = in_pieces
         assert self._channels is not None
         self._channels.has_gram_stage = any(param.in_pieces for param in self.params)

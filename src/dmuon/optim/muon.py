@@ -331,6 +331,7 @@ class Muon(Optimizer):
 
         A matrix that stays in pieces is orthogonalized by the publish, too.
         """
+        param.check_gradient()
         momentum = self._momentum(param)
         if not (param.in_owner_row and param.had_gradient()):
             return Update()
@@ -363,7 +364,9 @@ class Muon(Optimizer):
             if param.keeps_state:
                 zeros = torch.zeros(param.state_shape, dtype=self.momentum_dtype, device=param.layout.device)
             state["momentum_buffer"] = param.wrap_owned(zeros, self.momentum_dtype)
-        return state["momentum_buffer"]._local_tensor
+        momentum = state["momentum_buffer"]
+        param.check_momentum(momentum)
+        return momentum._local_tensor
 
     def _step_adamw(self) -> None:
         """Phase 3: torch's AdamW on our groups and our state, which a load may have replaced."""
