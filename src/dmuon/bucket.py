@@ -150,11 +150,14 @@ class Bucket:
         self.wait_gathered()
         self._publish_if_never_done()
         self.wait_published()
-        if self._buffer.untyped_storage().nbytes() == 0:
-            self._buffer.untyped_storage().resize_(self._nbytes)
+        self._allocate()
         self._fill()
         self._mark_filled()
         self._gathering = self._channels.gather.broadcast(self._buffer, self.owner.shard, self.label)
+
+    def _allocate(self) -> None:
+        if self._buffer.untyped_storage().nbytes() == 0:
+            self._buffer.untyped_storage().resize_(self._nbytes)
 
     def _fill(self) -> None:
         """Copy the weights that this rank keeps to the buffer, unless they are there already."""
@@ -345,6 +348,7 @@ class Bucket:
         for param in updates:
             param.published = param.version
         if self.layout.replicated:
+            self._allocate()  # a step may come before the first forward
             self._mark_filled()
         self._sent = False
         self._publishing = self._channels.publishing.start(self._publish(updates))
