@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.optim.lr_scheduler import LambdaLR
@@ -206,6 +208,11 @@ def saved(ranks, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple]:
     return results
 
 
+# Uneven: torch can save and load shards of these, but not cut whole tensors into them.
+UNEVEN = {"hidden": 13}
+BFLOAT16 = {"dtype": torch.bfloat16}
+
+
 @pytest.mark.parametrize("name", LOADERS)
 def test_resuming_anywhere(ranks, saved, name):
     """Nothing is rounded on the way; going on is bitwise the uninterrupted run on the same layout."""
@@ -219,3 +226,80 @@ def test_resuming_anywhere(ranks, saved, name):
             tolerance = 0.0 if source == name else 1e-5
             assert_same(finally_, end, tolerance)
             assert went == pytest.approx(losses, abs=tolerance, rel=0)
+
+
+@pytest.mark.parametrize("name", ["dp2-tp2", "dp4", "ddp2-tp2"])
+def test_resuming_with_uneven_pieces(ranks, name, tmp_path):
+    state, losses, end = ranks(4, save, SAVERS[name], tmp_path, UNEVEN)[0]
+    for other, sizes in LOADERS.items():
+        loaded, went, finally_ = ranks(world(sizes), resume, sizes, [tmp_path], UNEVEN)[0][0]
+        assert_same(loaded, state)
+        tolerance = 0.0 if other == name else 1e-5
+        assert_same(finally_, end, tolerance)
+        assert went == pytest.approx(losses, abs=tolerance, rel=0)
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_a_bfloat16_model_resumes_unrounded(ranks, name, tmp_path):
+    """Its master weights and momentum are float32; computing in bfloat16 differs between layouts."""
+    state, losses, end = ranks(4, save, SAVERS[name], tmp_path, BFLOAT16)[0]
+    matrices = [name for name in state if name.startswith("model.") and "mix_proj.weight" in name]
+    assert matrices
+    assert all(not torch.equal(state[m], state[m].bfloat16().float()) for m in matrices)
+    for other in {"dp4", "dp2", name}:
+        sizes = LOADERS[other]
+        loaded, went, finally_ = ranks(world(sizes), resume, sizes, [tmp_path], BFLOAT16)[0][0]
+        assert_same(loaded, state)
+        if other == name:
+            assert_same(finally_, end)
+            assert went == losses
+
+
+def save_while_training(sizes: Sizes, path: Path) -> tuple:
+    run = Run(sizes, 1)
+    run.train(range(SAVED))
+    state = run.snapshot()
+    group = dist.new_group(backend="gloo")
+    written = dcp.async_save(run.state(), checkpoint_id=path, process_group=group)
+    losses = run.train(range(SAVED, FINAL))
+    written.result()
+    return state, losses, run.snapshot()
+
+
+@pytest.mark.parametrize("name", SAVERS)
+def test_what_is_saved_asynchronously_is_the_state_of_the_call(ranks, saved, name, tmp_path):
+    state, losses, end = ranks(4, save_while_training, SAVERS[name], tmp_path)[0]
+    assert_same(state, saved[name][1][0])
+    loaded, went, finally_ = ranks(4, resume, SAVERS[name], [tmp_path], {})[0][0]
+    assert_same(loaded, state)
+    assert_same(finally_, end)
+    assert went == losses
+
+
+def pass_on(sizes: Sizes, broadcast: bool, flat: bool) -> None:
+    """From one run to another by whole tensors: the same on every rank, or on the first one's CPU alone."""
+    run, other = Run(sizes, 1), Run(sizes, 2)
+    run.train(range(SAVED))
+    other.train(range(1))  # its weights are gathered, its momentum is another
+    options = StateDictOptions(full_state_dict=True, cpu_offload=broadcast, flatten_optimizer_state_dict=flat)
+    model = dmuon.get_model_state_dict(run.model, options=options)
+    optimizer = dmuon.get_optimizer_state_dict(run.model, run.optimizer, options=options)
+    optimizer = copy.deepcopy(optimizer)  # torch hands on what is whole already, without copying it
+    if broadcast:
+        assert bool(model) == (dist.get_rank() == 0)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    assert not any(isinstance(value, DTensor) for value in model.values())
+    dmuon.set_model_state_dict(other.model, model, options=options)
+    dmuon.set_optimizer_state_dict(other.model, other.optimizer, optimizer, options=options)
+    other.scheduler.load_state_dict(run.scheduler.state_dict())
+    assert_same(other.snapshot(), run.snapshot())
+    for mine, theirs in zip(run.optimizer.param_groups, other.optimizer.param_groups, strict=True):
+        assert {**mine, "params": 0} == {**theirs, "params": 0}
+    assert run.train(range(SAVED, FINAL)) == other.train(range(SAVED, FINAL))
+    assert_same(other.snapshot(), run.snapshot())
+
+
+@pytest.mark.parametrize(("broadcast", "flat"), [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("name", SAVERS)
+def test_whole_tensors(ranks, name, broadcast, flat):
+    ranks(4, pass_on, SAVERS[name], broadcast, flat)

@@ -7,9 +7,9 @@ torch leaves out: wrappers' prefixes are taken out in every nesting, and states 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -119,7 +119,10 @@ def set_optimizer_state_dict(
 
     options = options or state_dict.StateDictOptions()
     optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
-    state = dict(optim_state_dict)
+    # A flat state is known by its keys; asked for here, torch would compare it with a flat one of its own.
+    options = dataclasses.replace(options, flatten_optimizer_state_dict=False)
+    elsewhere = options.broadcast_from_rank0 and dist.get_rank() > 0
+    state = {} if elsewhere else dict(optim_state_dict)
     if not _is_numbered(state):
         state = _rename(state, clean_name)
         groups, aliases = _groups(model, optimizers)
@@ -192,7 +195,7 @@ def _torch_names(model: nn.Module) -> dict[str, str]:
 # What does not fit
 
 
-@dataclass
+@dataclasses.dataclass
 class _Group:
     """A parameter group: its settings, and its parameters by name."""
 
