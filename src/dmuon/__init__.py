@@ -25,6 +25,7 @@ from .state_dict import (
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
+    to_torch_state_dict,
 )
 
 __version__ = "0.1.0"
@@ -49,4 +50,5 @@ __all__ = [
     "set_model_state_dict",
     "set_optimizer_state_dict",
     "summary",
+    "to_torch_state_dict",
 ]

@@ -35,28 +35,20 @@ logger = logging.getLogger(__name__)
 _MOMENTUM = "momentum_buffer"
 _STATES = {"muon": {_MOMENTUM}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # of one parameter
 
-# The settings of a group. Without the first a state is refused; without the second ours stay; the third are
-# not settings of the optimizer, but travel with it.
+# The settings of a group: those of torch's optimizers, without which a state is refused; those that dmuon has
+# besides, where ours stay if the state has none; and what is no setting of an optimizer, but travels with it.
 _REQUIRED = {
-    "muon": {
-        "lr",
-        "weight_decay",
-        "momentum",
-        "nesterov",
-        "ns_steps",
-        "ns_coefficients",
-        "adjust_lr_fn",
-    },
+    "muon": {"lr", "weight_decay", "momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"},
     "adamw": {"lr", "weight_decay", "betas", "eps"},
 }
-_OURS = {"algorithm", "maximize", "ns_dtype", "ns_algorithm"}
-_BESIDES = {"initial_lr", "name", "param_names"}
-# What torch's groups have besides, and what we do: any value is fine (a choice of kernel), or this one only.
-_KERNELS = {"foreach", "fused", "capturable", "differentiable"}
+OURS = {"muon": {"algorithm", "maximize", "ns_dtype", "ns_algorithm"}, "adamw": {"algorithm"}}
+_BESIDES = {"maximize", "initial_lr", "name", "param_names"}
+# Those that only torch has: with one meaning that we share, or a choice of kernel, which is ours to make.
 _FIXED: dict[str, dict[str, Any]] = {
     "muon": {"eps": 1e-7},
     "adamw": {"amsgrad": False, "decoupled_weight_decay": True},
 }
+_KERNELS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 def install_model_hooks(params: list[DedicatedParam]) -> None:
@@ -271,9 +263,9 @@ def _check_entry(entry: Mapping[str, Any], name: str, param: torch.Tensor, algor
 
 
 def settings_to_save(group: Mapping[str, Any]) -> dict[str, Any]:
-    """A group's settings in plain values, as `torch.optim.Muon` reads them."""
-    if group.get("algorithm") != "muon":
-        return dict(group)
+    """A group's settings in plain values, with all that torch's optimizers read."""
+    if group["algorithm"] != "muon":
+        return {**group, **_FIXED["adamw"], **_KERNELS}
     coefficients, dtype = group["ns_coefficients"], group["ns_dtype"]
     if isinstance(coefficients, str) and len(COEFFICIENTS[coefficients]) == 1:
         coefficients = COEFFICIENTS[coefficients][0]
@@ -294,7 +286,7 @@ def _settings_to_load(mine: Mapping[str, Any], theirs: Mapping[str, Any], names:
     if algorithm == "adamw":
         settings = {key: value for key, value in settings.items() if key not in _KERNELS}
     missing = _REQUIRED[algorithm] - set(settings)
-    unknown = set(settings) - _REQUIRED[algorithm] - _OURS - _BESIDES - set(mine)
+    unknown = set(settings) - _REQUIRED[algorithm] - OURS[algorithm] - _BESIDES - set(mine)
     if missing or unknown:
         raise ValueError(
             f"{where} "

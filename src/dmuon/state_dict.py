@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from .checkpoint import evenly_sharded, settings_to_save
+from .checkpoint import OURS, evenly_sharded, settings_to_save
 from .runtime import find_runtime, has_runtime
 from .selection import clean_name
 
@@ -132,6 +132,37 @@ def set_optimizer_state_dict(
         names = _torch_names(model)
         state = _rename(state, lambda name: names.get(name, name), names.keys())
     state_dict.set_optimizer_state_dict(model, optimizers, state, options=options)
+
+
+def to_torch_state_dict(optimizer_state_dict: Mapping[str, Any]) -> StateDict:
+    """An optimizer state without what `torch.optim.Muon` and `torch.optim.AdamW` do not have.
+
+    Two uses: to write a checkpoint that is theirs in all, and, as `torch.distributed.checkpoint.load` reads
+    what it is shown, to read one of theirs. (They read dmuon's checkpoints as they are.)
+
+    Args:
+        optimizer_state_dict: of `get_optimizer_state_dict`, or of `dmuon.Muon.state_dict`; not flat.
+
+    Returns:
+        The same state; of the settings, `ns_dtype`, `ns_algorithm` and the like are left out, which say how
+        dmuon computes the update.
+
+    Raises:
+        ValueError: for settings that `torch.optim.Muon` cannot follow: `maximize`, and Newton-Schulz
+            coefficients that differ from step to step.
+    """
+    groups = []
+    for group in optimizer_state_dict["param_groups"]:
+        algorithm = group.get("algorithm", "adamw")
+        coefficients = group.get("ns_coefficients", (0.0,))
+        if algorithm == "muon" and group["maximize"]:
+            raise ValueError("torch.optim.Muon cannot maximize")
+        if isinstance(coefficients, str) or not isinstance(coefficients[0], float):
+            raise ValueError(
+                f"torch.optim.Muon takes the same three ns_coefficients for every step, not {coefficients!r}"
+            )
+        groups.append({key: value for key, value in group.items() if key not in OURS[algorithm]})
+    return {**optimizer_state_dict, "param_groups": groups}
 
 
 # Names
