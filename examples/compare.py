@@ -4,7 +4,7 @@
     python examples/compare.py --steps 200 --out runs/wide --width 192 --mesh dp=4
 
 Both runs have the same initial weights, the same batches and the same number of steps. Options that this
-script does not know are passed on to `train_gpt.py`, whose first line says which parameters live where.
+script does not know are passed on to `train_gpt.py`, whose first lines say which parameters live where.
 """
 
 from __future__ import annotations

@@ -97,10 +97,14 @@ def build_mesh(sizes: dict[str, int], device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
 
+def names_of(mesh: DeviceMesh) -> tuple[str, ...]:
+    return mesh.mesh_dim_names or ()
+
+
 def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
     """This rank's position among the data-parallel ranks, and their number. One TP group has one position."""
     position, count = 0, 1
-    for name in mesh.mesh_dim_names or ():
+    for name in names_of(mesh):
         if name != "tp":
             position = position * mesh[name].size() + mesh[name].get_local_rank()
             count *= mesh[name].size()
@@ -135,41 +139,48 @@ def cut_projections(model: GPT, mesh: DeviceMesh) -> None:
         parallelize_module(layer, mesh, plan)
 
 
-def shard(model: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
-    """FSDP2, or HSDP where the mesh has a `replicate` dim."""
-    names = mesh.mesh_dim_names or ()
-    data_parallel = mesh["replicate", "dp"] if "replicate" in names else mesh["dp"]
+def shard(model: GPT, mesh: DeviceMesh, bfloat16: bool) -> nn.Module:
+    """FSDP2, or HSDP where the mesh has a `replicate` dim; bfloat16: what the computation is done in."""
+    data_parallel = mesh["replicate", "dp"] if "replicate" in names_of(mesh) else mesh["dp"]
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
     for layer in model.layers:
         fully_shard(layer, mesh=data_parallel, mp_policy=policy)
     return fully_shard(model, mesh=data_parallel, mp_policy=policy)
 
 
-def spread_for_adamw(model: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
+def autocast(model: GPT, mesh: DeviceMesh) -> None:
+    """Compute in bfloat16 where FSDP2 is not there to do it."""
+    model.forward = torch.autocast(mesh.device_type, torch.bfloat16)(model.forward)  # type: ignore[method-assign]
+
+
+def spread_for_adamw(model: GPT, mesh: DeviceMesh, bfloat16: bool) -> nn.Module:
     """The model on the mesh, as it is done without dmuon."""
-    names = mesh.mesh_dim_names or ()
-    if "tp" in names:
+    if "tp" in names_of(mesh):
         cut_projections(model, mesh["tp"])
-    if "ddp" in names:
-        return DistributedDataParallel(model)
-    return shard(model, mesh, policy)
+    if "ddp" not in names_of(mesh):
+        return shard(model, mesh, bfloat16)
+    if bfloat16:
+        autocast(model, mesh)
+    return DistributedDataParallel(model)
 
 
-def spread_for_dmuon(model: GPT, mesh: DeviceMesh, policy: MixedPrecisionPolicy) -> nn.Module:
+def spread_for_dmuon(model: GPT, mesh: DeviceMesh, bfloat16: bool) -> nn.Module:
     """The model on the mesh. The dmuon lines are the whole difference to `spread_for_adamw`."""
-    names = mesh.mesh_dim_names or ()
-    if "tp" in names:
+    if "tp" in names_of(mesh):
         cut_projections(model, mesh["tp"])
-    if names == ("ddp",):
-        dmuon.dedicate_params_ddp(model, mesh["ddp"], predicate=is_projection)
-        dmuon.replicate(model, mesh["ddp"])
-        return model
-    if "ddp" in names:
+    if "ddp" not in names_of(mesh):
+        replicate = mesh["replicate"] if "replicate" in names_of(mesh) else None
+        dmuon.dedicate_params(model, mesh["dp"], replicate_mesh=replicate, predicate=is_projection)
+        return shard(model, mesh, bfloat16)
+    if bfloat16:
+        autocast(model, mesh)
+    if "tp" in names_of(mesh):
         dmuon.dedicate_params_ddp_tp(model, mesh["ddp"], predicate=is_projection)
         dmuon.replicate_tp(model, mesh["ddp"])
-        return model
-    replicate = mesh["replicate"] if "replicate" in names else None
-    dmuon.dedicate_params(model, mesh["dp"], replicate_mesh=replicate, predicate=is_projection)
-    return shard(model, mesh, policy)
+    else:
+        dmuon.dedicate_params_ddp(model, mesh["ddp"], predicate=is_projection)
+        dmuon.replicate(model, mesh["ddp"])
+    return model
 
 
 def build_model_and_optimizer(
@@ -182,12 +193,11 @@ def build_model_and_optimizer(
     model.init_weights()
 
     bfloat16 = args.dtype == "bfloat16" or (args.dtype == "auto" and device.type == "cuda")
-    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if bfloat16 else MixedPrecisionPolicy()
     if args.optimizer == "dmuon":
-        spread = spread_for_dmuon(model, mesh, policy)
+        spread = spread_for_dmuon(model, mesh, bfloat16)
         return spread, dmuon.Muon(spread, lr=args.lr, adamw_lr=args.adamw_lr, weight_decay=args.weight_decay)
 
-    spread = spread_for_adamw(model, mesh, policy)
+    spread = spread_for_adamw(model, mesh, bfloat16)
     matrices = [param for name, param in spread.named_parameters() if is_projection(name, param)]
     others = [param for name, param in spread.named_parameters() if not is_projection(name, param)]
     groups = [

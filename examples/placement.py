@@ -1,4 +1,4 @@
-"""One line that says which parameters live where."""
+"""Two lines that say which parameters live where."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ MOST_ROWS = 8  # more owner rows than these are counted, not listed
 
 
 def where_it_lives(model: nn.Module, optimizer: str) -> str:
-    """What Muon's owners keep (optimizer "dmuon" only), and where AdamW's parameters are."""
+    """A line for Muon's owners (optimizer "dmuon" only), and one for AdamW's parameters."""
     if optimizer != "dmuon":
         params = list(model.parameters())
         return f"AdamW has all {len(params)} parameters, {spread_of(params)}"
     dedicated = {param.param_name for param in dmuon.get_dedicated_params(model)}
     base = {name: param for name, param in model.named_parameters() if name not in dedicated}
     return (
-        f"Muon has {len(dedicated)} matrices: {owners(model)}. "
+        f"Muon has {len(dedicated)} matrices: {owners(model)}\n"
         f"AdamW has {', '.join(templates(list(base)))}, {spread_of(list(base.values()))}"
     )
 

@@ -81,7 +81,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     optimizer.add_argument("--lr", type=float, default=0.02, help="learning rate of Muon's matrices")
     optimizer.add_argument(
-        "--adamw-lr", type=float, default=3e-3, help="learning rate of everything that AdamW updates"
+        "--adamw-lr", type=float, default=4e-3, help="learning rate of everything that AdamW updates"
     )
     optimizer.add_argument("--weight-decay", type=float, default=0.0, help="of the projection matrices alone")
     optimizer.add_argument("--warmup", type=int, default=20, metavar="STEPS", help="steps of linear warmup")
@@ -316,7 +316,11 @@ def main(argv: list[str] | None = None) -> int:
     args = build_parser().parse_args(argv)
     device = start_distributed(args.device)
     try:
-        return train(args, device)
+        status = train(args, device)
+        # Nobody leaves while the first rank still draws. Meanwhile gloo's threads let go of the last
+        # collective's tensors, which they could no longer do in a process that ends.
+        dist.barrier()
+        return status
     finally:
         dist.destroy_process_group()
 

@@ -10,6 +10,7 @@ import random
 import signal
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -55,22 +56,28 @@ def work(rank: int, connection: Connection, port: int, log: Path, stack: Path) -
                 "world_size": world_size,
                 "timeout": timedelta(seconds=group_timeout),
             }
-            answer = run(group, payload)
+            answer, failed = run(group, payload)
             connection.send_bytes(answer)
+            if failed:
+                time.sleep(0.5)  # so that this failure is known before those that follow from it
+                os._exit(1)  # as a script would: the others see its connections close
             connection.recv_bytes()  # every rank has answered
             leave()
 
 
-def run(group: dict[str, Any], payload: bytes) -> bytes:
-    """Run the pickled call in a new process group made with the options `group`; the pickled Outcome."""
+def run(group: dict[str, Any], payload: bytes) -> tuple[bytes, bool]:
+    """Run the pickled call in a new process group made with the options `group`.
+
+    Returns the pickled Outcome, and whether the call has failed.
+    """
     try:
         fn, args, kwargs = pickle.loads(payload)
         dist.init_process_group("gloo", **group)
         settle()
-        return pickle.dumps(Outcome(value=portable(fn(*args, **kwargs))))
+        return pickle.dumps(Outcome(value=portable(fn(*args, **kwargs)))), False
     except BaseException as error:  # pytest's own failures are no Exceptions
         error.__traceback__ = error.__traceback__ and error.__traceback__.tb_next  # without this frame
-        return pickle.dumps(Outcome(failure="raised\n" + "".join(traceback.format_exception(error))))
+        return pickle.dumps(Outcome(failure="raised\n" + "".join(traceback.format_exception(error)))), True
     finally:
         sys.stdout.flush()
 

@@ -106,13 +106,14 @@ class Ranks:
         *args: Any,
         timeout: float = 60.0,
         group_timeout: float = 30.0,
+        grace: float = GRACE,
         **kwargs: Any,
     ) -> list[Any]:
         """Return [fn(*args, **kwargs) on rank 0, on rank 1, ...].
 
         On each rank a gloo process group of `world_size` is up, whose collectives give up after
         `group_timeout` seconds, and torch's seed is 0. Tensors in the result come back as detached copies on
-        the CPU; a DTensor in the result is an error.
+        the CPU; a DTensor in the result is an error. After the first failure the others get `grace` seconds.
 
         Raises RanksFailed when a rank raises, dies, or has not answered after `timeout` seconds.
         """
@@ -134,7 +135,7 @@ class Ranks:
         try:
             for worker in workers:
                 worker.connection.send_bytes(message)
-            answers, failures = collect(workers, timeout)
+            answers, failures = collect(workers, timeout, grace)
         except BaseException:  # Ctrl-C, or a test's timeout: nobody will read what the ranks answer
             self.close()
             raise
@@ -188,7 +189,9 @@ class Ranks:
             raise RanksFailed("the ranks did not start", failures)
 
 
-def collect(workers: list[Worker], timeout: float) -> tuple[dict[int, Any], dict[int, str]]:
+def collect(
+    workers: list[Worker], timeout: float, grace: float = GRACE
+) -> tuple[dict[int, Any], dict[int, str]]:
     """Wait for one answer from each worker: results by rank, and failures by rank in order of arrival."""
     answers: dict[int, Any] = {}
     failures: dict[int, str] = {}
@@ -205,9 +208,9 @@ def collect(workers: list[Worker], timeout: float) -> tuple[dict[int, Any], dict
             if outcome.failure is None:
                 answers[worker.rank] = outcome.value
                 continue
-            if not failures and time.monotonic() + GRACE < deadline:
-                deadline = time.monotonic() + GRACE
-                late = f"was still busy {GRACE:g} s after the first failure"
+            if not failures and time.monotonic() + grace < deadline:
+                deadline = time.monotonic() + grace
+                late = f"was still busy {grace:g} s after the first failure"
             failures[worker.rank] = outcome.failure
     for rank, stack in stacks(list(pending.values())).items():
         failures[rank] = f"{late}. It was here:\n{stack}"

@@ -140,14 +140,12 @@ def exchange_back(s: Setting, buffer: list[Matrix], moves: Moves) -> None:
 def of_the_start(s: Setting, matrices: list[Matrix], base: list[int]) -> Moves:
     """What is moved once, on top: the owners' initial weights, and the first rank's base parameters."""
     moves = Moves()
-    shard, replicate, tp = s.here
+    shard, _, tp = s.here
     for buffer in buffers(matrices):
         if s.ddp and s.n > 1:
             numels = [matrix.piece(tp) for matrix in buffer]
             moves.add("gather", 0 if buffer[0].owner[0] == shard else padded(numels, s.compute))
         if s.r > 1:
-            if buffer[0].owner == (shard, replicate):
-                exchange_back(s, buffer, moves)  # of zeros: weights have changed otherwise than by a step
             to_the_column(s, buffer, moves)
     if base and s.n > 1:
         moves.add("base", 0 if shard == 0 else 4 * sum(base))

@@ -20,6 +20,7 @@ from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
+from .scaler import GradScaler
 from .state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -32,6 +33,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "SMALL_PARAM_THRESHOLD",
+    "GradScaler",
     "Muon",
     "clip_grad_norm_",
     "dedicate_params",

@@ -393,7 +393,10 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
             f"the data-parallel mesh {layout.mesh.mesh_dim_names} too. Pass the data-parallel slice of the "
             'mesh to dedicate_params, such as mesh["dp"], and apply tensor parallelism on the other dims.'
         )
-    if root_mesh(mesh) != root_mesh(layout.mesh):
+    root, names = root_mesh(layout.mesh), mesh.mesh_dim_names
+    if root_mesh(mesh) != root and set(names) <= set(root.mesh_dim_names or ()) and root[names] == mesh:
+        mesh = root[names]  # DTensor's caches confuse meshes that are equal: an earlier one has come back
+    if root_mesh(mesh) != root:
         raise ValueError(
             f"{name} is a DTensor on a mesh of another root than the data-parallel mesh. Slice both from one "
             'init_device_mesh: mesh["dp"] and mesh["tp"].'
@@ -404,7 +407,7 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
                 f"{name} has the placements {param.placements}; only Shard and Replicate can be dedicated. "
                 "Redistribute it first, or leave it out by predicate."
             )
-    return TensorParallel.of(param)
+    return TensorParallel.of(param, mesh)
 
 
 def _matrices(model: nn.Module, chosen: list[Candidate]) -> list[Matrix]:

@@ -342,8 +342,11 @@ class Bucket:
     # Publish
 
     @torch.no_grad()
-    def publish(self, updates: Mapping[DedicatedParam, Update]) -> None:
-        """Start to send updates from TP owners to pieces, and weights from the owner to its replicas."""
+    def publish(self, updates: Mapping[DedicatedParam, Update], *, exchange: bool = True) -> None:
+        """Start to send updates from TP owners to pieces, and weights from the owner to its replicas.
+
+        exchange: there may be updates to exchange; else the weights are what has changed.
+        """
         self.wait_published()
         for param in updates:
             param.published = param.version
@@ -351,16 +354,16 @@ class Bucket:
             self._allocate()  # a step may come before the first forward
             self._mark_filled()
         self._sent = False
-        self._publishing = self._channels.publishing.start(self._publish(updates))
+        self._publishing = self._channels.publishing.start(self._publish(updates, exchange))
         if not self._publishing.done:
             for param in updates:
                 param.before_read = self.wait_published
 
-    def _publish(self, updates: Mapping[DedicatedParam, Update]) -> Stages[None]:
+    def _publish(self, updates: Mapping[DedicatedParam, Update], exchange: bool) -> Stages[None]:
         """Stages: Gram matrices, if any are made in this model; exchange within the owner row; broadcast to
         those who keep a copy."""
         params = [param for param in self.params if param in updates]
-        if self.is_cut:
+        if self.is_cut and exchange:
             if self._channels.has_gram_stage and not (self.in_pieces and self.in_owner_row):
                 yield Pending.nothing()  # others have a stage here
             if not self.in_owner_row:
@@ -371,6 +374,7 @@ class Bucket:
                 yield from self._publish_whole([(param, updates[param]) for param in params])
         source = self.layout.publish_source(self.owner)
         if self.layout.replicated:
+            self._allocate()  # a step may come before the first forward
             self._fill()
             broadcast = self._channels.publish.broadcast(self._buffer, source, self.label)
             self._sent = True
@@ -457,7 +461,7 @@ class Bucket:
         stale = {p: Update() for p in self.params if p.published != p.version}
         if stale:
             self._channels.publishing.finish()  # a channel belongs to one stage only within one step
-            self.publish(stale)
+            self.publish(stale, exchange=False)
             self.wait_published()
 
 

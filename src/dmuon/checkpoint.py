@@ -23,9 +23,10 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from .comm import explained
 from .layout import wrap_local
 from .optim.newton_schulz import COEFFICIENTS, Coefficients
-from .parameter import DedicatedParam
+from .parameter import READ_RULE, DedicatedParam
 
 if TYPE_CHECKING:
     from .optim.muon import Muon
@@ -103,7 +104,7 @@ def _stock_weight(param: DedicatedParam) -> torch.Tensor:
 @torch.no_grad()
 def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     """Take over a whole weight, or a DTensor of it on any mesh; collective for a DTensor."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = _whole(value, param)
     if param.resting.is_meta:
         return
     if param.before_read is not None:  # on all ranks: a publish in flight may need them all
@@ -184,7 +185,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
 
     def after_load(optimizer: Any) -> None:
         for param, value in loaded.items():
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = _whole(value, param)
             optimizer.state[param.resting].pop(_MOMENTUM, None)
             local = optimizer._momentum(param)
             if param.keeps_state:
@@ -321,10 +322,19 @@ def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
     state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
     if param.keeps_state:
         state.copy_(momentum._local_tensor)
-    if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
-        param.tp.broadcast_from(state, param.tp_owner)
-    param.layout.broadcast_from_owner(state, param.coordinate)
+    with explained(f"the broadcast of the momentum of {param.param_name} to all ranks", READ_RULE):
+        if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
+            param.tp.broadcast_from(state, param.tp_owner)
+        param.layout.broadcast_from_owner(state, param.coordinate)
     return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
+
+
+def _whole(value: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+    """What is to be loaded, on every rank; collective for a DTensor."""
+    if not isinstance(value, DTensor):
+        return value
+    with explained(f"the gathering of what is loaded for {param.param_name}", READ_RULE):
+        return value.full_tensor()
 
 
 def _piece_of(whole: torch.Tensor, param: DedicatedParam) -> torch.Tensor:

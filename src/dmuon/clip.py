@@ -12,6 +12,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
+from .comm import explained
+
+_RULE = "all ranks clip, with gradients for the same parameters"
 _EPS = 1e-6  # torch's, so that the coefficient is torch's as well
 
 
@@ -177,7 +180,8 @@ def _norms(locals_: list[torch.Tensor], p: float, dtype: torch.dtype, device: to
 def _sum_of_powers_over(groups: Iterable[dist.ProcessGroup], norms: torch.Tensor, p: float) -> torch.Tensor:
     total = norms.pow(p).sum()
     for group in groups:
-        dist.all_reduce(total, group=group)
+        with explained("the all-reduce of the gradients' norm", _RULE):
+            dist.all_reduce(total, group=group)
     return total
 
 
@@ -187,7 +191,8 @@ def _max_over(groups: Iterable[dist.ProcessGroup], norms: torch.Tensor, p: float
     is_nan = largest.isnan()
     pair = torch.stack([largest.masked_fill(is_nan, 0.0), is_nan.to(largest.dtype)])
     for group in groups:
-        dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
+        with explained("the all-reduce of the gradients' norm", _RULE):
+            dist.all_reduce(pair, dist.ReduceOp.MAX, group=group)
     return pair[0].masked_fill(pair[1] > 0, math.nan)
 
 

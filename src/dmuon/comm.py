@@ -8,16 +8,24 @@ behind each other. Every collective is asynchronous and returns a `Pending`.
 threads and `wait` blocks the host; NCCL runs it on its own stream and `wait` makes the current stream wait,
 without a host sync. One code path that every CPU test runs is worth more than a second one with hand-made
 streams, whose only gain would be to move the packing copies off the compute stream.
+
+A running torch profiler shows where each collective is issued, as `dmuon::<phase> <label>`, and on CUDA its
+kernels under the same name. When it is over on CPU, `timeline` tells.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
+_RULE = "what one rank gathers, all must gather"
 _ALIGNMENT_BYTES = 16  # vectorized loads, and what the kernels behind matrix products like
 
 
@@ -25,12 +33,15 @@ _ALIGNMENT_BYTES = 16  # vectorized loads, and what the kernels behind matrix pr
 class Traffic:
     """Payload this rank moved, by phase: a receiver of a broadcast and a sender of a reduction count.
 
+    `on_issue`, if set, is called for each collective when it has been issued.
+
     Summed over the ranks of a group of N, a buffer of `n` bytes costs `(N - 1) * n` in either direction, and
     `2 (N - 1) n` where all ranks get the sum (each counts its share of that).
     """
 
     collectives: dict[str, int] = field(default_factory=dict)
     bytes: dict[str, int] = field(default_factory=dict)
+    on_issue: Callable[[str, str, int, dist.Work], None] | None = None  # phase, label, time in ns, work
 
     def add(self, phase: str, nbytes: int) -> None:
         """Count one collective of `phase` in which this rank moved `nbytes`."""
@@ -41,6 +52,22 @@ class Traffic:
         """Start counting from zero."""
         self.collectives.clear()
         self.bytes.clear()
+
+
+@contextlib.contextmanager
+def explained(collective: str, rule: str) -> Iterator[None]:
+    """Say of a collective that fails inside which one it was, and the rule for reaching it.
+
+    Raises:
+        RuntimeError: for any of torch's errors.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            f"dmuon: {collective} failed on rank {dist.get_rank()}. Either a rank has died, or not all ranks "
+            f"reached this collective: {rule}."
+        ) from error
 
 
 class Pending:
@@ -58,13 +85,8 @@ class Pending:
             RuntimeError: if the collective failed or timed out; it names the collective and the group.
         """
         if self._work is not None:
-            try:
+            with explained(self._label, _RULE):
                 self._work.wait()
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"dmuon: {self._label} failed on rank {dist.get_rank()}. Either a rank has died, or not "
-                    "all ranks reached this collective: what one rank gathers, all must gather."
-                ) from error
         self._work = self._buffers = None
 
     @classmethod
@@ -92,25 +114,25 @@ class Channel:
         """Send `buffer` from coordinate `source` of this channel to all others, in place."""
         work = None
         if len(self._ranks) > 1:
-            work = dist.broadcast(buffer, self._ranks[source], group=self._group, async_op=True)
+            work = self._issue(label, dist.broadcast, buffer, self._ranks[source])
             self._count(buffer, source)
-        return self._pending(work, buffer, f"broadcast of {label}")
+        return Pending(work, buffer, self._name(label))
 
     def reduce(self, buffer: torch.Tensor, target: int, label: str) -> Pending:
         """Sum `buffer` over this channel into coordinate `target`; elsewhere its content is lost."""
         work = None
         if len(self._ranks) > 1:
-            work = dist.reduce(buffer, self._ranks[target], group=self._group, async_op=True)
+            work = self._issue(label, dist.reduce, buffer, self._ranks[target])
             self._count(buffer, target)
-        return self._pending(work, buffer, f"reduction of {label}")
+        return Pending(work, buffer, self._name(label))
 
     def all_reduce(self, buffer: torch.Tensor, label: str) -> Pending:
         """Sum `buffer` over this channel, in place on all its ranks."""
         work, size = None, len(self._ranks)
         if size > 1:
-            work = dist.all_reduce(buffer, group=self._group, async_op=True)
+            work = self._issue(label, dist.all_reduce, buffer)
             self._traffic.add(self.phase, 2 * (size - 1) * buffer.numel() * buffer.element_size() // size)
-        return self._pending(work, buffer, f"all-reduce of {label}")
+        return Pending(work, buffer, self._name(label))
 
     def all_to_all(
         self,
@@ -121,15 +143,28 @@ class Channel:
         label: str,
     ) -> Pending:
         """Send consecutive parts of `send` to the ranks of this channel in turn, and receive theirs."""
-        work = dist.all_to_all_single(
-            receive, send, receive_splits, send_splits, group=self._group, async_op=True
-        )
+        work = self._issue(label, dist.all_to_all_single, receive, send, receive_splits, send_splits)
         mine = self._ranks.index(dist.get_rank())
         self._traffic.add(self.phase, (send.numel() - send_splits[mine]) * send.element_size())
-        return self._pending(work, (receive, send), f"exchange of {label}")
+        return Pending(work, (receive, send), self._name(label))
 
-    def _pending(self, work: dist.Work | None, buffers: object, label: str) -> Pending:
-        return Pending(work, buffers, f"the {self.phase} {label} over ranks {list(self._ranks)}")
+    def _issue(self, label: str, collective: Callable[..., dist.Work], *args: Any) -> dist.Work:
+        """Issue a collective, under its name for profilers."""
+        begin = time.time_ns()
+        # A range costs microseconds even if nobody records it.
+        profiled = torch.autograd._profiler_enabled()
+        name = f"dmuon::{self.phase} {label}" if profiled else ""
+        with (
+            record_function(name) if profiled else contextlib.nullcontext(),
+            explained(self._name(label), _RULE),
+        ):
+            work = collective(*args, group=self._group, async_op=True)
+        if self._traffic.on_issue is not None:
+            self._traffic.on_issue(self.phase, label, begin, work)
+        return work
+
+    def _name(self, label: str) -> str:
+        return f"the {self.phase} of {label} over ranks {list(self._ranks)}"
 
     def _count(self, buffer: torch.Tensor, root: int) -> None:
         at_root = self._ranks[root] == dist.get_rank()

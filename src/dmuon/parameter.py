@@ -13,10 +13,12 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from .comm import explained
 from .layout import DataParallelLayout, Owner, joint_mesh, wrap_local
 from .tensor_parallel import TensorParallel
 
 Version = tuple[int, int]
+READ_RULE = "whole weights and state dicts are read on all ranks"
 
 
 class DedicatedParam:
@@ -244,7 +246,8 @@ class DedicatedParam:
         piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
         if self.keeps_weight:
             piece.copy_(self.local)
-        self.layout.broadcast_from_owner(piece, self.coordinate)
+        with explained(f"the broadcast of {self.param_name}, whole, to all ranks", READ_RULE):
+            self.layout.broadcast_from_owner(piece, self.coordinate)
         return piece
 
     @torch.no_grad()

@@ -115,9 +115,9 @@ class TensorParallel:
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[coordinate], group=group)
 
     @classmethod
-    def of(cls, tensor: DTensor) -> TensorParallel:
-        """Read the cut off a DTensor, as `parallelize_module` makes them."""
-        mesh, placements, shape = tensor.device_mesh, tensor.placements, tensor.shape
+    def of(cls, tensor: DTensor, mesh: DeviceMesh | None = None) -> TensorParallel:
+        """Read the cut off a DTensor, as `parallelize_module` makes them. mesh: one that equals its own."""
+        mesh, placements, shape = mesh or tensor.device_mesh, tensor.placements, tensor.shape
         cutting = [dim for dim, p in enumerate(placements) if _cuts(p, mesh.shape[dim])]
         coordinate = mesh.get_coordinate()
         assert coordinate is not None
