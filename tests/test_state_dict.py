@@ -94,7 +94,7 @@ FAULTS: dict[str, tuple[Callable[[State], None], type[Exception], str]] = {
         rf"exp_avg_sq to load for {NORM} has shape \(3,\), it needs \(6,\)",
     ),
     "no tensor": (with_value("state", WEIGHT, "momentum_buffer", {}), ValueError, f"{WEIGHT} is {{}}"),
-    "unlisted": (unlisted, RuntimeError, f"lists no {WEIGHT} in its param_groups"),
+    "unlisted": (unlisted, RuntimeError, f"param_groups do not list {WEIGHT}"),
     "apart": (apart, RuntimeError, f"{WEIGHT} in different parameter groups"),
     "joined": (joined, RuntimeError, "in one parameter group, this optimizer in two"),
     "lr": (

@@ -278,23 +278,26 @@ def _settings_to_load(mine: Mapping[str, Any], theirs: Mapping[str, Any], names:
     """A group's settings, from those that `settings_to_save`, `torch.optim.Muon` or AdamW have written."""
     algorithm = mine["algorithm"]
     settings = {key: value for key, value in theirs.items() if key != "params"}
-    where = f"the optimizer state to load for the group of {names[0]}" if names else "an empty group"
+    first = names[0] if names else "no parameter"
     if settings.get("algorithm", algorithm) != algorithm:
-        raise ValueError(f"{where} is of {settings['algorithm']!r}, this optimizer's of {algorithm!r}")
+        raise ValueError(
+            f"the optimizer state to load for the group of {first} is of {settings['algorithm']!r}, this "
+            f"optimizer's of {algorithm!r}"
+        )
     for key, value in _FIXED[algorithm].items():
         if settings.pop(key, value) != value:
-            raise ValueError(f"{where} has {key}={theirs[key]!r}; dmuon knows only {value!r}")
+            raise ValueError(
+                f"the optimizer state to load for the group of {first} has {key}={theirs[key]!r}; dmuon "
+                f"knows only {value!r}"
+            )
     if algorithm == "adamw":
         settings = {key: value for key, value in settings.items() if key not in _KERNELS}
     missing = _REQUIRED[algorithm] - set(settings)
     unknown = set(settings) - _REQUIRED[algorithm] - OURS[algorithm] - _BESIDES - set(mine)
-    if missing or unknown:
-        raise ValueError(
-            f"{where} "
-            + (f"lacks the settings {sorted(missing)}" if missing else "")
-            + (" and " if missing and unknown else "")
-            + (f"has unknown settings {sorted(unknown)}" if unknown else "")
-        )
+    faults = [f"lacks the settings {sorted(missing)}"] if missing else []
+    faults += [f"has unknown settings {sorted(unknown)}"] if unknown else []
+    if faults:
+        raise ValueError(f"the optimizer state to load for the group of {first} {' and '.join(faults)}")
     if isinstance(settings.get("ns_dtype"), str):
         settings["ns_dtype"] = getattr(torch, settings["ns_dtype"])
     if algorithm == "muon" and _same(mine["ns_coefficients"], settings["ns_coefficients"]):

@@ -89,7 +89,7 @@ def set_model_state_dict(
     names = _torch_names(model)
     state = {clean_name(name): value for name, value in model_state_dict.items()}
     if options.strict:
-        _raise_together(model, _difference(set(names), set(state), "model state dict"), options)
+        _raise_together(model, "model state", _difference(set(names), set(state)), options)
     state = {names.get(name, name): value for name, value in state.items()}
     if not (options.broadcast_from_rank0 and has_runtime(model)):
         return state_dict.set_model_state_dict(model, state, options=options)
@@ -126,7 +126,8 @@ def set_optimizer_state_dict(
     if not _is_numbered(state):
         state = _rename(state, clean_name)
         groups, aliases = _groups(model, optimizers)
-        _raise_together(model, _misfit(groups, aliases, state, options.strict), options)
+        problem = _misfit(groups, aliases, state, options.strict)
+        _raise_together(model, "optimizer state", problem, options)
         if not options.strict and "state" in state:
             state["param_groups"] += [group.as_loaded() for group in groups if group.is_absent(state)]
         names = _torch_names(model)
@@ -273,10 +274,10 @@ def _misfit(groups: list[_Group], aliases: dict[str, str], state: StateDict, str
     every = {name for group in groups for name in group.trainable}
     needed = {name for group in groups for name, trainable in group.trainable.items() if trainable}
     if strict:
-        difference = _difference(needed, (found & needed) | (found - every) | strangers, "optimizer state")
+        difference = _difference(needed, (found & needed) | (found - every) | strangers)
         unlisted = sorted(every - set().union(*loaded)) if "state" in state else []
         if difference is None and unlisted:
-            difference = f"the optimizer state to load lists no {', '.join(unlisted)} in its param_groups"
+            difference = f"its param_groups do not list {', '.join(unlisted)}"
         if difference is not None:
             return difference
     return _other_groups(groups, loaded) if "state" in state else None
@@ -288,31 +289,25 @@ def _other_groups(groups: list[_Group], loaded: list[set[str]]) -> str | None:
         theirs = [group for group in loaded if group.intersection(mine.trainable)]
         if len(theirs) > 1:
             one, other = (min(group.intersection(mine.trainable)) for group in theirs[:2])
-            return (
-                f"the optimizer state to load has {one} and {other} in different parameter groups, this "
-                "optimizer in one: give dmuon.Muon param_groups as they were"
-            )
+            return f"it has {one} and {other} in different parameter groups, this optimizer in one"
     for names in loaded:
         ours = [group for group in groups if names.intersection(group.trainable)]
         if len(ours) > 1:
             one, other = (min(names.intersection(group.trainable)) for group in ours[:2])
-            return (
-                f"the optimizer state to load has {one} and {other} in one parameter group, this "
-                "optimizer in two: give dmuon.Muon param_groups as they were"
-            )
+            return f"it has {one} and {other} in one parameter group, this optimizer in two"
     return None
 
 
-def _difference(expected: AbstractSet[str], given: AbstractSet[str], what: str) -> str | None:
+def _difference(expected: AbstractSet[str], given: AbstractSet[str]) -> str | None:
     missing, unexpected = sorted(expected - given), sorted(given - expected)
     if not missing and not unexpected:
         return None
     parts = [f"missing are {', '.join(missing)}"] if missing else []
     parts += [f"unexpected are {', '.join(unexpected)}"] if unexpected else []
-    return f"the {what} to load does not fit: {'; '.join(parts)}"
+    return "; ".join(parts)
 
 
-def _raise_together(model: nn.Module, problem: str | None, options: StateDictOptions) -> None:
+def _raise_together(model: nn.Module, what: str, problem: str | None, options: StateDictOptions) -> None:
     """Raise on all ranks what one has found: those that went on would wait for it.
 
     Only a full state can be another one on each rank.
@@ -328,4 +323,4 @@ def _raise_together(model: nn.Module, problem: str | None, options: StateDictOpt
             dist.all_gather_object(answers, problem, group=group)
             problem = next((answer for answer in answers if answer is not None), None)
     if problem is not None:
-        raise RuntimeError(problem)
+        raise RuntimeError(f"the {what} to load does not fit: {problem}")
