@@ -155,7 +155,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             param, entry = optimizer._record(resting), state.get(index) or {}
             if param is not None and _MOMENTUM in entry:
                 state[index] = {**entry, _MOMENTUM: _stock_momentum(param, entry[_MOMENTUM])}
-            elif not entry and state and resting.requires_grad:
+            elif not entry and state:  # frozen ones too: they may not be when the state is loaded
                 state[index] = _first_state(optimizer, resting, param, algorithm)
         groups = [settings_to_save(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
