@@ -21,6 +21,13 @@ from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
 from .scaler import GradScaler
+from .state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    to_torch_state_dict,
+)
 
 __version__ = "0.1.0"
 
@@ -35,10 +42,15 @@ __all__ = [
     "dedicated_parameters",
     "full_tensor",
     "get_dedicated_params",
+    "get_model_state_dict",
+    "get_optimizer_state_dict",
     "get_owned_params",
     "newton_schulz",
     "no_sync",
     "replicate",
     "replicate_tp",
+    "set_model_state_dict",
+    "set_optimizer_state_dict",
     "summary",
+    "to_torch_state_dict",
 ]

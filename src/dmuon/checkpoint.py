@@ -6,10 +6,17 @@ and writes it like any other, on any number of ranks, and files do not show that
 
 Each conversion brings one whole matrix at a time to every rank, which costs its bytes once and keeps the
 memory needed at one matrix.
+
+The optimizer's side speaks the words of `torch.optim.Muon` and `torch.optim.AdamW`: the same names of states
+and settings, with the same meaning. So a state can go from them to dmuon and back.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,13 +25,31 @@ from torch.distributed.tensor import DTensor
 
 from .comm import explained
 from .layout import wrap_local
+from .optim.newton_schulz import COEFFICIENTS, Coefficients
 from .parameter import READ_RULE, DedicatedParam
 
 if TYPE_CHECKING:
     from .optim.muon import Muon
 
+logger = logging.getLogger(__name__)
+
 _MOMENTUM = "momentum_buffer"
-_NS_DTYPE = "ns_dtype"
+_STATES = {"muon": {_MOMENTUM}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # of one parameter
+
+# The settings of a group: those of torch's optimizers, without which a state is refused; those that dmuon has
+# besides, where ours stay if the state has none; and what is no setting of an optimizer, but travels with it.
+_REQUIRED = {
+    "muon": {"lr", "weight_decay", "momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"},
+    "adamw": {"lr", "weight_decay", "betas", "eps"},
+}
+OURS = {"muon": {"algorithm", "maximize", "ns_dtype", "ns_algorithm"}, "adamw": {"algorithm"}}
+_BESIDES = {"maximize", "initial_lr", "name", "param_names"}
+# Those that only torch has: with one meaning that we share, or a choice of kernel, which is ours to make.
+_FIXED: dict[str, dict[str, Any]] = {
+    "muon": {"eps": 1e-7},
+    "adamw": {"amsgrad": False, "decoupled_weight_decay": True},
+}
+_KERNELS = {"foreach": None, "fused": None, "capturable": False, "differentiable": False}
 
 
 def install_model_hooks(params: list[DedicatedParam]) -> None:
@@ -42,13 +67,29 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
             if prefix + param.attribute in state_dict:
                 state_dict[prefix + param.attribute] = _stock_weight(param)
 
-    def load(module: nn.Module, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+    def load(
+        module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *rest: Any
+    ) -> None:
         for param in params:
             value = state_dict.get(prefix + param.attribute)
-            if value is not None and value.shape == param.full_shape:  # torch reports what does not fit
-                load_weight(param, value)
-                # The weight is in place: whether torch copies or assigns now, it deals with the same object.
-                state_dict[prefix + param.attribute] = param.resting
+            if value is None or value.shape != param.full_shape:  # torch reports what does not fit
+                continue
+            if value is param.resting and strict:
+                raise RuntimeError(
+                    f"the state dict to load holds the very parameter {param.param_name} of this model, not "
+                    "a value for it. It is missing in the full state dict that torch's "
+                    "set_model_state_dict was given, or that was asked to broadcast_from_rank0, which it "
+                    "cannot do for dedicated parameters; dmuon.set_model_state_dict can."
+                )
+            if param.resting.is_meta and not value.is_meta:
+                raise RuntimeError(
+                    f"{param.param_name} is on the meta device: call model.to_empty(device=...) before a "
+                    "state dict is loaded"
+                )
+            load_weight(param, value)
+            # The weight is in place: whether torch copies or assigns now, it deals with the same object.
+            param.show_resting()
+            state_dict[prefix + param.attribute] = param.resting
 
     module.register_state_dict_post_hook(save)
     module.register_load_state_dict_pre_hook(load)
@@ -63,7 +104,7 @@ def _stock_weight(param: DedicatedParam) -> torch.Tensor:
 @torch.no_grad()
 def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     """Take over a whole weight, or a DTensor of it on any mesh; collective for a DTensor."""
-    whole = value.full_tensor() if isinstance(value, DTensor) else value
+    whole = _whole(value, param)
     if param.resting.is_meta:
         return
     if param.before_read is not None:  # on all ranks: a publish in flight may need them all
@@ -74,63 +115,210 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     param.published = param.version  # every replica has taken it over by itself
 
 
+@contextlib.contextmanager
+def evenly_sharded(params: list[DedicatedParam]) -> Iterator[None]:
+    """Let modules show copies in the state dict's layout until something is loaded into them, for code that
+    writes to the parameters it finds; collective over all ranks. It takes the memory of this rank's share.
+    """
+    try:
+        for param in params:
+            stand_in = _stock_weight(param) if _torch_can_cut(param) else param.full_tensor()
+            param.module._parameters[param.attribute] = nn.Parameter(stand_in, param.resting.requires_grad)
+        yield
+    finally:
+        for param in params:
+            param.show_resting()
+
+
+def _torch_can_cut(param: DedicatedParam) -> bool:
+    """Whether torch finds the right rows: not where two mesh dims cut them and do not divide them."""
+    if param.tp is None or param.resting.is_meta:
+        return True
+    cuts = [param.tp.mesh.shape[dim] for dim in param.tp.cutting if param.tp.placements[dim].is_shard(0)]
+    return not cuts or param.full_shape[0] % (prod(cuts) * param.layout.shard_size) == 0
+
+
+# The optimizer
+
+
 def install_optimizer_hooks(optimizer: Muon) -> None:
-    """Convert the momentum of dedicated parameters in the optimizer's `state_dict` and `load_state_dict`."""
+    """Convert the momentum of dedicated parameters in the optimizer's `state_dict` and `load_state_dict`.
+
+    Loading raises ValueError, by name, before anything has changed, for what is missing or does not fit.
+    """
     loaded: dict[DedicatedParam, torch.Tensor] = {}
 
     def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         state = dict(state_dict["state"])
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for index, resting in enumerate(params):
-            param = optimizer._record(resting)
-            if param is not None and _MOMENTUM in state.get(index, {}):
-                shard = _stock_momentum(param, state[index][_MOMENTUM])
-                state[index] = {**state[index], _MOMENTUM: shard}
-        groups = [_with_dtype_names(group) for group in state_dict["param_groups"]]
+        params = [(p, group["algorithm"]) for group in optimizer.param_groups for p in group["params"]]
+        for index, (resting, algorithm) in enumerate(params):
+            param, entry = optimizer._record(resting), state.get(index) or {}
+            if param is not None and _MOMENTUM in entry:
+                state[index] = {**entry, _MOMENTUM: _stock_momentum(param, entry[_MOMENTUM])}
+            elif not entry and state:  # frozen ones too: they may not be when the state is loaded
+                state[index] = _first_state(optimizer, resting, param, algorithm)
+        groups = [settings_to_save(group) for group in state_dict["param_groups"]]
         return {**state_dict, "state": state, "param_groups": groups}
 
     def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
         # to the parameter's dtype on the way in, so it goes round torch.
         loaded.clear()
-        state = dict(state_dict["state"])
-        for mine, theirs in zip(optimizer.param_groups, state_dict["param_groups"], strict=False):
-            for resting, key in zip(mine["params"], theirs["params"], strict=False):
+        optimizer.synchronize()  # a publish in flight may have to read momentum still
+        values: dict[DedicatedParam, torch.Tensor] = {}
+        state, groups = dict(state_dict["state"]), []
+        for mine, theirs in _paired(optimizer, state_dict):
+            names = [optimizer._names[id(p)] for p in mine["params"]]
+            groups.append({**_settings_to_load(mine, theirs, names), "params": theirs["params"]})
+            for resting, key, name in zip(mine["params"], theirs["params"], names, strict=True):
+                entry = state.get(key)
+                if entry is None:
+                    _check_absent(state, key, name, resting)
+                    continue
+                _check_entry(entry, name, resting, mine["algorithm"])
                 param = optimizer._record(resting)
-                if param is not None and _MOMENTUM in state.get(key, {}):
-                    entry = dict(state[key])
-                    loaded[param] = entry.pop(_MOMENTUM)
-                    state[key] = entry
-        groups = [_with_dtypes(group) for group in state_dict["param_groups"]]
+                if param is not None and entry:
+                    values[param] = entry[_MOMENTUM]
+                    state[key] = {k: v for k, v in entry.items() if k != _MOMENTUM}
+        loaded.update(values)
         return {**state_dict, "state": state, "param_groups": groups}
 
     def after_load(optimizer: Any) -> None:
         for param, value in loaded.items():
-            if value.shape != param.full_shape:
-                raise ValueError(
-                    f"the momentum to load for {param.param_name} has shape {tuple(value.shape)}, the "
-                    f"parameter {tuple(param.full_shape)}"
-                )
-            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = _whole(value, param)
             optimizer.state[param.resting].pop(_MOMENTUM, None)
             local = optimizer._momentum(param)
             if param.keeps_state:
                 local.copy_(_piece_of(whole, param) if param.in_pieces else whole)
         loaded.clear()
+        for group in optimizer.param_groups:
+            for resting in group["params"]:
+                if "step" in optimizer.state.get(resting, {}):
+                    step = torch.as_tensor(optimizer.state[resting]["step"], dtype=torch.float32)
+                    # The fused kernel wants it where the parameter is, and a file may come from another one.
+                    fused = optimizer._adamw_kernel.get("fused")
+                    optimizer.state[resting]["step"] = step.to(resting.device) if fused else step
 
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(before_load)
     optimizer.register_load_state_dict_post_hook(after_load)
 
 
-def _with_dtype_names(group: dict[str, Any]) -> dict[str, Any]:
-    """Dtypes as text: torch's full state dicts hold numbers, text and tensors, and nothing else."""
-    return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
+def _first_state(
+    optimizer: Muon, resting: torch.Tensor, param: DedicatedParam | None, algorithm: str
+) -> dict[str, torch.Tensor]:
+    """What a parameter that has had no gradient yet stands for, so that it is not missing in a file."""
+    if param is not None:
+        zeros = torch.zeros(param.piece_shape, dtype=optimizer.momentum_dtype, device=param.layout.device)
+        return {_MOMENTUM: _as_stock(zeros, param)}
+    zeros = torch.zeros_like(resting)
+    step = torch.zeros((), dtype=torch.float32)
+    return {"step": step, "exp_avg": zeros.detach(), "exp_avg_sq": zeros.detach().clone()}
 
 
-def _with_dtypes(group: dict[str, Any]) -> dict[str, Any]:
-    value = group.get(_NS_DTYPE)
-    return {**group, _NS_DTYPE: getattr(torch, value)} if isinstance(value, str) else group
+def _paired(optimizer: Muon, state_dict: Mapping[str, Any]) -> Iterator[tuple[dict, dict]]:
+    """Each group of the optimizer and the one to load into it."""
+    mine, theirs = optimizer.param_groups, state_dict["param_groups"]
+    if len(mine) != len(theirs):
+        raise ValueError(
+            f"the optimizer state to load has {len(theirs)} parameter groups, this optimizer {len(mine)}"
+        )
+    for number, (group, other) in enumerate(zip(mine, theirs, strict=True)):
+        if len(group["params"]) != len(other["params"]):
+            first = optimizer._names[id(group["params"][0])] if group["params"] else "none"
+            raise ValueError(
+                f"parameter group {number} of the optimizer state to load has {len(other['params'])} "
+                f"parameters, this optimizer's ({first}, ...) has {len(group['params'])}"
+            )
+        yield group, other
+
+
+def _check_absent(state: Mapping[Any, Any], key: Any, name: str, resting: torch.Tensor) -> None:
+    """A parameter without state: of a run that never stepped, frozen, or left out by `strict=False`."""
+    if not state or not resting.requires_grad:
+        return
+    if not isinstance(key, str):
+        raise ValueError(f"the optimizer state to load has nothing for {name}")
+    logger.warning("the optimizer state loaded has nothing for %s, which starts anew", name)
+
+
+def _check_entry(entry: Mapping[str, Any], name: str, param: torch.Tensor, algorithm: str) -> None:
+    """Raise for states of one parameter that are missing, of another algorithm, or of another shape."""
+    if not entry and not param.requires_grad:
+        return
+    expected = _STATES[algorithm]
+    if set(entry) != expected:
+        raise ValueError(
+            f"the optimizer state to load for {name} is {sorted(entry)}, that of "
+            f"{'Muon' if algorithm == 'muon' else 'AdamW'} is {sorted(expected)}"
+        )
+    for key, value in entry.items():
+        shape = torch.Size() if key == "step" else param.shape
+        if not isinstance(value, torch.Tensor):
+            if key != "step":
+                raise ValueError(f"the {key} to load for {name} is {value!r}, no tensor")
+        elif value.shape != shape:
+            raise ValueError(
+                f"the {key} to load for {name} has shape {tuple(value.shape)}, it needs {tuple(shape)}"
+            )
+
+
+def settings_to_save(group: Mapping[str, Any]) -> dict[str, Any]:
+    """A group's settings in plain values, with all that torch's optimizers read."""
+    if group["algorithm"] != "muon":
+        return {**group, **_FIXED["adamw"], **_KERNELS}
+    coefficients, dtype = group["ns_coefficients"], group["ns_dtype"]
+    if isinstance(coefficients, str) and len(COEFFICIENTS[coefficients]) == 1:
+        coefficients = COEFFICIENTS[coefficients][0]
+    dtype = None if dtype is None else str(dtype).removeprefix("torch.")
+    return {**group, **_FIXED["muon"], "ns_coefficients": coefficients, "ns_dtype": dtype}
+
+
+def _settings_to_load(mine: Mapping[str, Any], theirs: Mapping[str, Any], names: list[str]) -> dict[str, Any]:
+    """A group's settings, from those that `settings_to_save`, `torch.optim.Muon` or AdamW have written."""
+    algorithm = mine["algorithm"]
+    settings = {key: value for key, value in theirs.items() if key != "params"}
+    first = names[0] if names else "no parameter"
+    if settings.get("algorithm", algorithm) != algorithm:
+        raise ValueError(
+            f"the optimizer state to load for the group of {first} is of {settings['algorithm']!r}, this "
+            f"optimizer's of {algorithm!r}"
+        )
+    for key, value in _FIXED[algorithm].items():
+        if settings.pop(key, value) != value:
+            raise ValueError(
+                f"the optimizer state to load for the group of {first} has {key}={theirs[key]!r}; dmuon "
+                f"knows only {value!r}"
+            )
+    if algorithm == "adamw":
+        settings = {key: value for key, value in settings.items() if key not in _KERNELS}
+    missing = _REQUIRED[algorithm] - set(settings)
+    unknown = set(settings) - _REQUIRED[algorithm] - OURS[algorithm] - _BESIDES - set(mine)
+    faults = [f"lacks the settings {sorted(missing)}"] if missing else []
+    faults += [f"has unknown settings {sorted(unknown)}"] if unknown else []
+    if faults:
+        raise ValueError(f"the optimizer state to load for the group of {first} {' and '.join(faults)}")
+    if isinstance(settings.get("ns_dtype"), str):
+        settings["ns_dtype"] = getattr(torch, settings["ns_dtype"])
+    if algorithm == "muon" and _same(mine["ns_coefficients"], settings["ns_coefficients"]):
+        settings["ns_coefficients"] = mine["ns_coefficients"]
+    if "betas" in settings:
+        settings["betas"] = tuple(settings["betas"])  # a list, after a full state dict
+    return {**{key: value for key, value in mine.items() if key != "params"}, **settings}
+
+
+def _same(mine: Coefficients, theirs: Coefficients) -> bool:
+    """Whether two spellings mean the same coefficients."""
+    return _plain(mine) == _plain(theirs)
+
+
+def _plain(coefficients: Any) -> Any:
+    if isinstance(coefficients, str):
+        coefficients = COEFFICIENTS.get(coefficients, coefficients)
+    if isinstance(coefficients, str):
+        return coefficients
+    plain = [list(c) if isinstance(c, (list, tuple)) else c for c in coefficients]
+    return plain if plain and isinstance(plain[0], list) else [plain]
 
 
 def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
@@ -143,6 +331,14 @@ def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
             param.tp.broadcast_from(state, param.tp_owner)
         param.layout.broadcast_from_owner(state, param.coordinate)
     return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
+
+
+def _whole(value: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+    """What is to be loaded, on every rank; collective for a DTensor."""
+    if not isinstance(value, DTensor):
+        return value
+    with explained(f"the gathering of what is loaded for {param.param_name}", READ_RULE):
+        return value.full_tensor()
 
 
 def _piece_of(whole: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
@@ -158,9 +354,9 @@ def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     """
     layout, rows = param.layout, piece.shape[0]
     if layout.replicated:
-        return (
-            piece if param.tp is None else param.tp.wrap(piece.clone(memory_format=torch.contiguous_format))
-        )
+        if piece.untyped_storage().nbytes() > piece.nbytes:  # a view of more than it shows
+            piece = piece.clone(memory_format=torch.contiguous_format)
+        return piece if param.tp is None else param.tp.wrap(piece)
     chunk = -(-rows // layout.shard_size)
     start = min(layout.here.shard * chunk, rows)
     local = piece[start : min(start + chunk, rows)].clone()
