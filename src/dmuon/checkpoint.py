@@ -65,6 +65,8 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if param.resting.is_meta:
         return
+    if param.before_read is not None:  # on all ranks: a publish in flight may need them all
+        param.before_read()
     if param.keeps_weight:
         param.local.copy_(_piece_of(whole, param))
     param.mark_updated()
