@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import dmuon
+from dmuon.selection import clean_name
 from reference import ReferenceMuon
 
 
@@ -103,8 +104,8 @@ def build(
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, whole, on every rank."""
-    return {name: dmuon.full_tensor(p).detach().clone() for name, p in model.named_parameters()}
+    """Every parameter, whole, on every rank, by its name without those of wrappers."""
+    return {clean_name(name): dmuon.full_tensor(p).detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_ranks_equal(weights: dict[str, torch.Tensor]) -> None:
