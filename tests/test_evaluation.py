@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+from dmuon import base
 from layouts import RESIDENCIES, Sizes, build
 from models import assert_weights_close, is_proj, with_oracle
 from test_engine import backward_both, step_both
@@ -54,6 +55,7 @@ def evaluate_between_steps(sizes: Sizes, reshard: bool) -> None:
             one.eval()
         with mode():
             torch.testing.assert_close(model(x), oracle(x), atol=1e-5, rtol=0)
+        base.reshard(model)  # FSDP2 itself would go on with the base parameters of before the step
         for one in (model, oracle):
             one.train()
 

@@ -174,8 +174,7 @@ def test_inspection(ranks):
 
 @pytest.mark.parametrize("shape", [(6, 13), (3, 5)], ids=str)  # 5 over 4 ranks: the last has nothing
 def test_every_mesh_gives_the_same_weights(ranks, shape):
-    torch.manual_seed(1)
-    oracle = Model(*shape)
+    oracle = model_of(shape)
     reference = ReferenceMuon(oracle, is_proj)
     for step in range(3):
         same_data(oracle, step).backward()
@@ -196,6 +195,15 @@ def test_every_mesh_gives_the_same_weights(ranks, shape):
             torch.testing.assert_close(weights[name], weight.detach(), atol=1e-5, rtol=0)
 
 
+def model_of(shape: tuple[int, int]) -> Model:
+    torch.manual_seed(1)
+    model = Model(*shape)
+    if shape[1] < 8:
+        for layer in model.layers:
+            layer.gate_proj.bias = None  # FSDP2 itself fails where a rank has no piece of one
+    return model
+
+
 def same_data(model: nn.Module, step: int) -> torch.Tensor:
     x = torch.randn(4, model.head.in_features, generator=torch.Generator().manual_seed(step))
     return model(x).square().mean()
@@ -204,8 +212,7 @@ def same_data(model: nn.Module, step: int) -> torch.Tensor:
 def weights_on_the_same_data(
     sizes: dict[str, int], shape: tuple[int, int] = (6, 13)
 ) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    model = Model(*shape)
+    model = model_of(shape)
     optimizer = build(model, sizes)
     for step in range(3):
         same_data(model, step).backward()
