@@ -24,6 +24,7 @@ class Rule:
     cuts_bias: bool = False
 
 
+_NOTHING = Rule("none")
 _COLWISE = Rule("rows", cuts_bias=True)  # ColwiseParallel on a Linear: a weight is [outputs, inputs]
 _ROWWISE = Rule("columns")
 _NAMES = {  # by the last parts of a layer's name; the longest name that fits counts
@@ -55,13 +56,15 @@ def parse(text: str) -> dict[str, Rule]:
 
 
 def rule_of(name: str, plan: Mapping[str, Rule]) -> tuple[str | None, Rule]:
-    """The plan's entry for a parameter, by the longest layer name that fits; (None, Rule("none")) if none."""
-    parts = name.split(".")[:-1]
-    for length in range(len(parts), 0, -1):
-        layer = ".".join(parts[-length:])
-        if layer in plan:
-            return layer, plan[layer]
-    return None, Rule("none")
+    """The plan's entry for a parameter, by the longest layer name that fits; (None, "none") if none."""
+    best: str | None = None
+    layer = name.rpartition(".")[0]
+    start = len(layer)
+    while start >= 0:
+        start = layer.rfind(".", 0, start)
+        if layer[start + 1 :] in plan:
+            best = layer[start + 1 :]
+    return (best, plan[best]) if best is not None else (None, _NOTHING)
 
 
 def cut_dim(param: Parameter, plan: Mapping[str, Rule]) -> int | None:

@@ -95,7 +95,7 @@ def _block(name: str) -> str | None:
     """The part of a name up to its first number: "h.3.mlp.weight" is in "h.3"."""
     parts = name.split(".")
     for index, part in enumerate(parts[:-1]):
-        if re.fullmatch(r"(\w*_)?\d+", part):
+        if part.rpartition("_")[2].isdigit():
             return ".".join(parts[: index + 1])
     return None
 
