@@ -19,9 +19,9 @@ def from_config(name: str, config: Config) -> Model:
     """The model that a config describes.
 
     Raises:
-        PlanError: for a `model_type` that is not known, or an entry that is missing.
+        PlanError: for a `model_type` that is not known, or an entry that is missing or no number.
     """
-    kind = config.get("model_type")
+    kind = str(config.get("model_type"))
     if kind not in ARCHITECTURES:
         raise PlanError(
             f"{name}: the model_type {kind!r} is not known; known are {', '.join(sorted(ARCHITECTURES))}. "
@@ -31,6 +31,8 @@ def from_config(name: str, config: Config) -> Model:
         return from_names(name, ARCHITECTURES[kind](config))
     except KeyError as error:
         raise PlanError(f"{name}: the config of a {kind} model has no entry {error}") from error
+    except (TypeError, ArithmeticError) as error:
+        raise PlanError(f"{name}: the config has an entry of a wrong kind: {error}") from error
 
 
 def _linear(name: str, outputs: int, inputs: int, bias: bool = False) -> Iterator[Named]:
@@ -131,7 +133,7 @@ def _qwen_moe_mlp(c: Config, name: str, layer: int) -> Iterator[Named]:
 
 
 def _deepseek_mlp(c: Config, name: str, layer: int) -> Iterator[Named]:
-    """The first layers are dense. The correction of the router's scores is trained by no gradient: a buffer."""
+    """The first layers are dense. The correction of the router's scores is a buffer."""
     width, hidden = c["hidden_size"], c["moe_intermediate_size"]
     if layer < c["first_k_dense_replace"]:
         yield from _dense_mlp(c, name, layer)

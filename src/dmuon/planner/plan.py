@@ -19,6 +19,9 @@ from .model import Model, Parameter, PlanError
 from .traffic import Buffer, Dtypes, Moves, Role, Setting, Share
 
 
+_MIXED = Dtypes(weight=4, compute=2, reduce=2)
+
+
 @dataclass(frozen=True)
 class Options:
     """What a training run chooses, as far as it matters here.
@@ -32,7 +35,7 @@ class Options:
         tp_plan: how tensor parallelism cuts layers, by name.
     """
 
-    dtypes: Dtypes = Dtypes(weight=4, compute=2, reduce=2)
+    dtypes: Dtypes = _MIXED
     reshard: bool = True
     ns_steps: int = 5
     ns_algorithm: str = "direct"
@@ -56,6 +59,11 @@ class Load:
 
     operations: int = 0
     float64: int = 0
+
+    @property
+    def total(self) -> int:
+        """Of both."""
+        return self.operations + self.float64
 
 
 @dataclass(frozen=True)
@@ -136,9 +144,7 @@ class Plan:
 
     def operations(self, rows: int, cols: int) -> int:
         """Of Newton-Schulz on one matrix, with the chosen steps and algorithm."""
-        return operation_count(
-            rows, cols, steps=self.options.ns_steps, algorithm=self.options.ns_algorithm
-        )
+        return operation_count(rows, cols, steps=self.options.ns_steps, algorithm=self.options.ns_algorithm)
 
     def _gram_operations(self, rows: int, cols: int, share: Share, tp: int) -> int:
         """In float64: the Gram matrix of the piece, the factor applied to it; on the TP owner the factor, of

@@ -63,9 +63,7 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "llama-3-8b": _decoder("llama", 128256, 4096, 14336, 32, 32, 8),
     "llama-3-70b": _decoder("llama", 128256, 8192, 28672, 80, 64, 8),
     "llama-3-405b": _decoder("llama", 128256, 16384, 53248, 126, 128, 8),
-    "llama-3.2-1b": _decoder(
-        "llama", 128256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True
-    ),
+    "llama-3.2-1b": _decoder("llama", 128256, 2048, 8192, 16, 32, 8, head_dim=64, tie_word_embeddings=True),
     "qwen2.5-7b": _decoder("qwen2", 152064, 3584, 18944, 28, 28, 4),
     "qwen2.5-72b": _decoder("qwen2", 152064, 8192, 29568, 80, 64, 8),
     "qwen3-30b-a3b": _decoder("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, **_QWEN3_EXPERTS),

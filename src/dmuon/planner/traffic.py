@@ -147,7 +147,9 @@ def of_the_start(buffer: Buffer, role: Role, tp: int, s: Setting) -> Moves:
     """What is moved of a buffer once, up to the first forward, on top: the owner's initial weights."""
     numels = [share.piece(tp) for share in buffer]
     if s.ddp:
-        return {"gather": (1, 0 if role is Role.OWNER else padded(numels, s.dtypes.compute))} if s.n > 1 else {}
+        return (
+            {"gather": (1, 0 if role is Role.OWNER else padded(numels, s.dtypes.compute))} if s.n > 1 else {}
+        )
     if s.r > 1 and role is not Role.OTHER:
         return {"publish": (1, 0 if role is Role.OWNER else padded(numels, s.dtypes.weight))}
     return {}
