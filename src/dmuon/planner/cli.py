@@ -52,6 +52,11 @@ def _plan(args: argparse.Namespace) -> int:
     plans = [plan(model, each, options) for each in meshes]
     rate = _rate(args, plans)
     first, *others = [report(each, rate) for each in plans]
+    if args.picture is not None:
+        _import("matplotlib", "--picture")
+        from .picture import draw
+
+        draw(plans, [first, *others], args.picture)
     if args.json:
         content = {"schema": SCHEMA, **first, "compare": others}
         if args.matrices:
@@ -65,11 +70,6 @@ def _plan(args: argparse.Namespace) -> int:
         show(first, others)
         if args.matrices:
             _print_matrices(plans[0])
-    if args.picture is not None:
-        _import("matplotlib", "--picture")
-        from .picture import draw
-
-        draw(plans, [first, *others], args.picture)
     return 0
 
 

@@ -18,7 +18,6 @@ from .mesh import Mesh, Place
 from .model import Model, Parameter, PlanError
 from .traffic import Buffer, Dtypes, Moves, Role, Setting, Share
 
-
 _MIXED = Dtypes(weight=4, compute=2, reduce=2)
 
 
