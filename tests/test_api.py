@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import dmuon
 from models import (
@@ -385,6 +385,13 @@ def muon_without_dedicate_params(mesh: DeviceMesh) -> Attempt:
     return lambda: dmuon.Muon(model)
 
 
+def muon_with_cpu_offload(mesh: DeviceMesh) -> Attempt:
+    model = Transformer()
+    dedicate(model, mesh, predicate=is_proj)
+    shard(model, mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
+    return lambda: dmuon.Muon(model)
+
+
 def muon_without_fully_shard(mesh: DeviceMesh) -> Attempt:
     model = small_model()
     dedicate(model, mesh, predicate=is_proj)
@@ -419,6 +426,7 @@ def muon_after_a_parameter_was_replaced(mesh: DeviceMesh) -> Attempt:
     ("prepare", "kind", "words"),
     [
         (muon_without_dedicate_params, "ValueError", ["dedicate_params(model, mesh)"]),
+        (muon_with_cpu_offload, "ValueError", ["CPUOffloadPolicy", "offload_policy"]),
         (muon_without_fully_shard, "ValueError", ["embed.weight", "fully_shard(model", "freeze"]),
         (muon_with_one_parameter_unsharded, "ValueError", ["norm.weight", "fully_shard(model", "freeze"]),
         (functools.partial(muon_with_a_bad_setting, lr=-1.0), "ValueError", ["lr"]),

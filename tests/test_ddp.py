@@ -1,6 +1,7 @@
 """DDP: the model whole on every rank, its matrices updated by their owners."""
 
 import copy
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import dmuon
+import dmuon.timeline
 import layouts
+from dmuon.replicate import Replicas
 from dmuon.runtime import find_runtime
 from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
 from models import (
@@ -418,3 +421,33 @@ def test_what_does_not_fit_is_refused(ranks):
     assert "already" in twice
     assert "dmuon.dedicate_params with fully_shard" in sharded
     assert "process_group" in group
+
+
+# Overlap
+
+
+def base_reductions() -> list[bool]:
+    """Whether each all-reduce of base parameters began before the first layer's backward was over."""
+    settings = Replicas.start.__globals__
+    whole, settings["_BUCKET_BYTES"] = settings["_BUCKET_BYTES"], 1  # a bucket for each parameter
+    try:
+        model = Model()
+        build(model, DDP)
+        moments: list[int] = []
+
+        def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda gradient: moments.append(time.time_ns()))
+
+        model.layers[0].norm.register_forward_hook(mark)
+        with dmuon.timeline.record(model) as intervals:
+            loss_of(model, dist.get_rank()).backward()
+        return [interval.begin < moments[0] for interval in intervals if interval.phase == "base"]
+    finally:
+        settings["_BUCKET_BYTES"] = whole
+
+
+def test_base_gradients_are_averaged_during_backward(ranks):
+    for before in ranks(4, base_reductions):
+        # Those of the head and of the last layer; the first layer's norm comes after the mark.
+        assert len(before) == 8
+        assert sum(before) >= 5

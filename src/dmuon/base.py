@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,11 @@ def _param_groups(module: nn.Module) -> list[Any]:
 def mixed_precision(module: nn.Module) -> MixedPrecisionPolicy:
     """The policy that a module wrapped by `fully_shard` was given."""
     return fully_shard.state(module)._mp_policy  # type: ignore[attr-defined]
+
+
+def offloads_to_cpu(module: nn.Module) -> bool:
+    """Whether a module wrapped by `fully_shard` keeps its parameters on the CPU."""
+    return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _param_groups(module))
 
 
 def data_parallel_ranks(module: nn.Module) -> list[int] | None:

@@ -162,9 +162,9 @@ class Replicas:
             for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
                 if had[index] or bool(buffer[total + index] > 0):  # a host sync only where this rank had none
                     _add_gradient(param, buffer[offset : offset + local_part(param).numel()])
-        self.abort()
+        self.reset()
 
-    def abort(self) -> None:
+    def reset(self) -> None:
         """Forget what belongs to one backward."""
         for *_, pending in self._flights:
             pending.wait()

@@ -18,7 +18,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from .bucket import HandOver, Precision, Update
 from .channels import Channels, ProcessGroups
 from .comm import Traffic
 from .group import DedicatedGroup, Residency
+from .hooks import tensors_in, untraced
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 from .pipeline import Pipeline
@@ -90,9 +91,9 @@ class Runtime:
             attributes.setdefault(param.module, set()).add(param.attribute)
         for module, names in attributes.items():
             base.hide_from_fully_shard(module, names)
-        model.register_forward_pre_hook(_untraced(self._root_pre_forward))
+        model.register_forward_pre_hook(untraced(self._root_pre_forward))
         if layout.replicated:
-            model.register_forward_hook(_untraced(self._root_post_forward))
+            model.register_forward_hook(untraced(self._root_post_forward))
 
     def __deepcopy__(self, memo: object) -> Runtime:
         raise TypeError(
@@ -152,13 +153,20 @@ class Runtime:
 
         Raises:
             RuntimeError: for a dedicated parameter that another one has replaced.
-            ValueError: if `fully_shard` averages gradients over other ranks, or is used together with DDP.
+            ValueError: if `fully_shard` averages gradients over other ranks, offloads to the CPU, or is used
+                together with DDP.
         """
         for param in self.params:
             param.refresh()
         ours = self.layout.mesh.mesh.flatten().tolist()
         sharded = base.sharded_modules(self.model)
         paths = self._paths()
+        offloaded = [name for name, module in sharded.items() if base.offloads_to_cpu(module)]
+        if offloaded:
+            raise ValueError(
+                f"{offloaded[0] or 'the model'} is wrapped by fully_shard with a CPUOffloadPolicy. Dedicated "
+                "parameters and their momentum stay on the device, on their owners: leave offload_policy out."
+            )
         if sharded and self.layout.replicated:
             raise ValueError(
                 f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
@@ -213,10 +221,10 @@ class Runtime:
         scheduled = base.enclosing(name, [n for n, m in sharded.items() if base.has_parameters(m)])
         self._scheduled_by[group] = sharded[scheduled] if scheduled is not None else None
         group.on_gradient(lambda: self._gradient_arrived(group))
-        module.register_forward_pre_hook(_untraced(lambda module, args: self._pre_forward(group)))
+        module.register_forward_pre_hook(untraced(lambda module, args: self._pre_forward(group)))
         # always_call: a forward that raises must leave the module as it was.
         module.register_forward_hook(
-            _untraced(lambda module, args, kwargs, out: self._post_forward(group, (args, kwargs), out)),
+            untraced(lambda module, args, kwargs, out: self._post_forward(group, (args, kwargs), out)),
             always_call=True,
             with_kwargs=True,
         )
@@ -249,7 +257,7 @@ class Runtime:
         """Under DDP: a backward through the model is seen on every rank, whatever it ran."""
         if self._in_backward or not torch.is_grad_enabled():
             return
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.requires_grad and not tensor.is_leaf:
                 tensor.register_hook(lambda _: self._begin_backward())
 
@@ -274,7 +282,7 @@ class Runtime:
         if self._in_backward:
             return  # a recomputation: the weights are about to be used
         group.show_resting()
-        outputs = list(_tensors(output))
+        outputs = list(tensors_in(output))
         leaks = any(group.holds(tensor) for tensor in outputs)  # a module that returns its own weight
         if not torch.is_grad_enabled():
             # FSDP2 would keep weights that are not resharded after forward. We let go: whatever changes them
@@ -283,7 +291,7 @@ class Runtime:
                 group.release()
             return
         # No leaves, where a hook would stay for ever; no inputs, whose gradient comes when all is over.
-        passed = {id(tensor) for tensor in _tensors(inputs)}
+        passed = {id(tensor) for tensor in tensors_in(inputs)}
         hooked = [t for t in outputs if t.requires_grad and not t.is_leaf and id(t) not in passed]
         for tensor in hooked:
             tensor.register_hook(self._pre_backward_hook(group))
@@ -403,7 +411,9 @@ class Runtime:
         for group in (*self._in_turn, *late):
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
-        if self.replicas is not None and not self.no_sync_depth:
+        if self.replicas is not None and self.no_sync_depth:
+            self.replicas.reset()
+        elif self.replicas is not None:
             self.replicas.finish()
         for hand_over in self._reductions.finish():
             hand_over()
@@ -433,7 +443,7 @@ class Runtime:
         for group in self.groups:
             group.abort()
         if self.replicas is not None:
-            self.replicas.abort()
+            self.replicas.reset()
         self._reset()
 
     # After the step
@@ -505,29 +515,3 @@ def find_runtime(model: nn.Module) -> Runtime:
 def has_runtime(model: nn.Module) -> bool:
     """Whether any module in `model` has been through `dedicate_params`."""
     return any(_ATTRIBUTE in module.__dict__ for module in model.modules())
-
-
-def _untraced(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """A hook that `torch.compile` calls instead of compiling it, before and after the module's own graph."""
-    return torch.compiler.disable(hook, recursive=True)
-
-
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output, however nested: mappings, sequences, dataclasses and plain objects."""
-    stack, seen = [output], set()
-    while stack:
-        value = stack.pop()
-        if isinstance(value, torch.Tensor):
-            yield value
-            continue
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, Mapping):
-            stack.extend(value.values())
-        elif isinstance(value, (list, tuple, set, frozenset)):
-            stack.extend(value)
-        elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
-            stack.extend(vars(value).values())
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):  # with __slots__
-            stack.extend(getattr(value, field.name) for field in dataclasses.fields(value))
