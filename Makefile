@@ -7,11 +7,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint bench clean
+.PHONY: help setup demo test soak lint bench clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'PYTHON=python3.12 chooses the interpreter of .venv, ARGS="..." is added to the demo or to pytest.'
+	@echo 'PYTHON=python3.12 chooses the interpreter of .venv, ARGS="..." is added to the demo, to pytest or to soak.'
 
 setup: $(READY) ## install everything into .venv
 
@@ -20,6 +20,9 @@ demo: $(READY) ## train a small GPT with AdamW and with dmuon on four processes,
 
 test: $(READY) ## run the tests
 	$(BIN)/python -m pytest --durations=10 $(ARGS)
+
+soak: $(READY) ## compare thousands of random training loops with one process (--seeds FIRST:LAST)
+	$(BIN)/python tests/soak.py $(ARGS)
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

@@ -98,6 +98,12 @@ def leave() -> None:
     """
     if dist.is_initialized():
         dist.destroy_process_group()
+    forget_meshes()
+    gc.collect()
+
+
+def forget_meshes() -> None:
+    """Clear DTensor's caches, which hand out an earlier mesh for a later one of the same ranks and names."""
     from torch.distributed.tensor import _redistribute, debug
 
     caches = [
@@ -108,7 +114,6 @@ def leave() -> None:
     for clear in caches:
         if clear is not None:
             clear()
-    gc.collect()
 
 
 def portable(result: Any) -> Any:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
+    set_optimizer_state_dict,
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
@@ -111,7 +112,7 @@ def test_resuming_on_another_mesh(ranks, tmp_path: Path):
 
 def full_state_dicts(shape: tuple[int, ...]) -> None:
     model = Transformer()
-    optimizer = build(model, make_mesh(shape), **SETTINGS)
+    optimizer = build(model, make_mesh(shape), ns_dtype=torch.float64, **SETTINGS)
     train(model, optimizer, range(2))
     expected = full_weights(model)
     options = StateDictOptions(full_state_dict=True)
@@ -123,6 +124,9 @@ def full_state_dicts(shape: tuple[int, ...]) -> None:
     with torch.no_grad():
         loss_of(other, 0)  # weights are gathered before the load, and must not be used after it
     set_model_state_dict(other, full, options=options)
+    full = get_optimizer_state_dict(model, optimizer, options=options)
+    set_optimizer_state_dict(other, other_optimizer, full, options=options)
+    assert [group.get("ns_dtype") for group in other_optimizer.param_groups] == [torch.float64, None]
     assert all(torch.equal(w, expected[name]) for name, w in full_weights(other).items())
     other.load_state_dict(model.state_dict())
     # torch's own methods of the optimizer, within one layout; they do not copy AdamW's state.

@@ -1,5 +1,6 @@
 """DDP: the model whole on every rank, its matrices updated by their owners."""
 
+import contextlib
 import copy
 import time
 from collections.abc import Callable
@@ -173,14 +174,18 @@ class Skipping(nn.Module):
         self.layers = nn.ModuleList(layouts.Layer(6, 13) for _ in range(3))
         self.head = nn.Linear(6, 3)
 
-    def forward(self, x: torch.Tensor, chosen: list[int], recompute: bool = False) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, chosen: list[int], recompute: str = "no") -> torch.Tensor:
         for index in chosen:
             layer = self.layers[index]
-            x = checkpoint(layer, x, use_reentrant=False) if recompute else layer(x)
+            x = (
+                layer(x)
+                if recompute == "no"
+                else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
+            )
         return self.head(x)
 
 
-def skip(sizes: dict[str, int], recompute: bool) -> None:
+def skip(sizes: dict[str, int], recompute: str) -> None:
     torch.manual_seed(1)
     model = Skipping()
     oracle = copy.deepcopy(model)
@@ -191,7 +196,8 @@ def skip(sizes: dict[str, int], recompute: bool) -> None:
     def loss(m: nn.Module, seed: int) -> torch.Tensor:
         step, rank = divmod(seed, 10)
         chosen = [i for i in range(3) if (step + rank + i) % 3 or rank == i] if step != 2 else []
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        chosen += chosen[:rank]  # some are used twice
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
         return m(x, chosen, recompute).square().mean()
 
     for step in range(5):
@@ -209,10 +215,56 @@ def skip(sizes: dict[str, int], recompute: bool) -> None:
     assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("recompute", ["no", "not_reentrant", "reentrant"])
 @pytest.mark.parametrize("sizes", BOTH)
 def test_ranks_may_run_different_layers(ranks, sizes, recompute):
     ranks(4, skip, sizes, recompute)
+
+
+def accumulate_different_layers(sizes: dict[str, int]) -> None:
+    """One rank has gradients of every layer from a backward without communication, the others of none."""
+    torch.manual_seed(1)
+    model = Skipping()
+    oracle = copy.deepcopy(model)
+    reference = ReferenceMuon(oracle, is_proj)
+    optimizer = build(model, sizes)
+    mine, replicas = layouts.data_rank(sizes)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        micro, rank = divmod(seed, 10)
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+        return m(x, [0, 1, 2] if micro or rank == 0 else []).square().mean()
+
+    for micro in range(2):
+        with contextlib.nullcontext() if micro else dmuon.no_sync(model):
+            loss(model, 10 * micro + mine).backward()
+        mean_backward(oracle, loss, [10 * micro + rank for rank in range(replicas)])
+    optimizer.step()
+    reference.step()
+    assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", BOTH)
+def test_accumulation_on_some_ranks_only(ranks, sizes):
+    ranks(4, accumulate_different_layers, sizes)
+
+
+def step_before_the_first_forward(sizes: dict[str, int]) -> None:
+    torch.manual_seed(1)
+    model = Model()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    optimizer = build(model, sizes)
+    state = model.state_dict()
+    get_optimizer_state_dict(model, optimizer)  # which steps by itself, on zero gradients
+    model.load_state_dict(state)  # while the publish of this step is in flight
+    dist.barrier()
+    for name, weight in full_weights(model).items():
+        assert torch.equal(weight, before[name]), name
+
+
+@pytest.mark.parametrize("sizes", BOTH)
+def test_the_state_of_an_optimizer_that_never_stepped(ranks, sizes):
+    ranks(4, step_before_the_first_forward, sizes)
 
 
 # Equal from the start

@@ -29,6 +29,15 @@ def test_a_buffer_is_used_again():
     assert scratch.take(10, torch.float64, CPU).dtype == torch.float64
 
 
+def test_a_buffer_from_an_evaluation_serves_training():
+    scratch = Scratch(reuse=True)
+    for numel in (10, 4):  # a new one, and a part of it
+        with torch.inference_mode():
+            scratch.give_back(scratch.take(numel, torch.float32, CPU))
+        buffer = scratch.take(10, torch.float32, CPU).fill_(1)
+        scratch.give_back(buffer)
+
+
 def test_without_reuse_nothing_is_kept():
     scratch = Scratch(reuse=False)
     scratch.give_back(scratch.take(10, torch.float32, CPU))

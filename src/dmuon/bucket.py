@@ -351,6 +351,7 @@ class Bucket:
         for param in updates:
             param.published = param.version
         if self.layout.replicated:
+            self._allocate()  # a step may come before the first forward
             self._mark_filled()
         self._sent = False
         self._publishing = self._channels.publishing.start(self._publish(updates, exchange))

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from .optim.muon import Muon
 
 _MOMENTUM = "momentum_buffer"
+_NS_DTYPE = "ns_dtype"
 
 
 def install_model_hooks(params: list[DedicatedParam]) -> None:
@@ -65,6 +66,8 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     whole = value.full_tensor() if isinstance(value, DTensor) else value
     if param.resting.is_meta:
         return
+    if param.before_read is not None:  # on all ranks: a publish in flight may need them all
+        param.before_read()
     if param.keeps_weight:
         param.local.copy_(_piece_of(whole, param))
     param.mark_updated()
@@ -83,7 +86,8 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             if param is not None and _MOMENTUM in state.get(index, {}):
                 shard = _stock_momentum(param, state[index][_MOMENTUM])
                 state[index] = {**state[index], _MOMENTUM: shard}
-        return {**state_dict, "state": state}
+        groups = [_with_dtype_names(group) for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
@@ -97,7 +101,8 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
                     entry = dict(state[key])
                     loaded[param] = entry.pop(_MOMENTUM)
                     state[key] = entry
-        return {**state_dict, "state": state}
+        groups = [_with_dtypes(group) for group in state_dict["param_groups"]]
+        return {**state_dict, "state": state, "param_groups": groups}
 
     def after_load(optimizer: Any) -> None:
         for param, value in loaded.items():
@@ -116,6 +121,16 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(before_load)
     optimizer.register_load_state_dict_post_hook(after_load)
+
+
+def _with_dtype_names(group: dict[str, Any]) -> dict[str, Any]:
+    """Dtypes as text: torch's full state dicts hold numbers, text and tensors, and nothing else."""
+    return {k: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for k, v in group.items()}
+
+
+def _with_dtypes(group: dict[str, Any]) -> dict[str, Any]:
+    value = group.get(_NS_DTYPE)
+    return {**group, _NS_DTYPE: getattr(torch, value)} if isinstance(value, str) else group
 
 
 def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:

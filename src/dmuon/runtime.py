@@ -79,6 +79,8 @@ class Runtime:
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
         self.no_sync_depth = 0  # how many `no_sync` are around
         self._unfinished = False  # a backward has begun and its end has not been reached
+        self._graph_task = -1  # autograd's number of the running backward
+        self._recomputes = False  # gradients have come from a backward inside it (reentrant recomputation)
         self._reductions: Pipeline[HandOver] = Pipeline()
         self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
         self._next_to_reduce = 0
@@ -363,6 +365,7 @@ class Runtime:
         callback = _EndOfBackward(self)
         self._ended = weakref.ref(callback, self._backward_is_over)
         self._unfinished = True
+        self._graph_task = torch._C._current_graph_task_id()
         # Who takes part is fixed now: what a recomputation adds may come at different times on the ranks.
         # Under DDP all do: without gathers, nothing says that the other ranks have run the same groups.
         for group in self.groups:
@@ -389,7 +392,11 @@ class Runtime:
         self._begin_backward()
         # Whose gradients are complete when, and when a stage is over, differs between ranks. Process groups
         # shared with FSDP2 and with our gathers do not bear that, so there all waits for the end of backward.
-        if self._isolated:
+        # So it does under DDP with reentrant recomputation, where a layer that was used twice gives gradients
+        # twice: on this rank, perhaps on no other, so that a second reduction would find no partner.
+        if self.layout.replicated and torch._C._current_graph_task_id() != self._graph_task:
+            self._recomputes = True
+        if self._isolated and not self._recomputes:
             if self.replicas is not None and not self.no_sync_depth:
                 self.replicas.reduce_complete()
             self._reduce_complete()
@@ -426,6 +433,7 @@ class Runtime:
         self._reductions.clear()
         self._next_to_reduce = 0
         self._unfinished = False
+        self._recomputes = False
         self._ended = lambda: None
         self._end_of_order()
 

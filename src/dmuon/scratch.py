@@ -19,11 +19,12 @@ class Scratch:
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A buffer of `numel` elements, uninitialised."""
         fits = [b for b in self._free if b.dtype == dtype and b.device == device and b.numel() >= numel]
-        if not fits:
-            return torch.empty(numel, dtype=dtype, device=device)
-        best = min(fits, key=torch.Tensor.numel)
-        self._free = [buffer for buffer in self._free if buffer is not best]
-        return best[:numel]
+        with torch.inference_mode(False):  # what an evaluation takes, training may use next
+            if not fits:
+                return torch.empty(numel, dtype=dtype, device=device)
+            best = min(fits, key=torch.Tensor.numel)
+            self._free = [buffer for buffer in self._free if buffer is not best]
+            return best[:numel]
 
     def give_back(self, *buffers: torch.Tensor) -> None:
         """Say that buffers from `take` are no longer in use, not by a collective either."""
