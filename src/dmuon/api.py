@@ -18,13 +18,12 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from . import base
-from .assignment import Matrix, assign
 from .bucket import Precision
 from .channels import ProcessGroups
 from .checkpoint import install_model_hooks
 from .group import Residency
 from .layout import DataParallelLayout, root_mesh
-from .optim.newton_schulz import operation_count
+from .ownership import blocks_of, choose_owners, matrices_of
 from .parameter import DedicatedParam, is_resting
 from .replicate import Replicas, hide_from_ddp
 from .runtime import Options, Runtime, find_runtime, has_runtime
@@ -218,16 +217,16 @@ def _dedicate(
             "dedicate_params was already called on this model, on a part of it or around it. Call it once, "
             "on the whole model; one predicate can choose from all of it."
         )
-    chosen = _choose(model, predicate)
+    chosen = chosen_parameters(model, predicate)
     _check(chosen, model)
     cuts = [_tensor_parallel(candidate, layout) for candidate in chosen]
     if cut_goes_to is not None:
         for candidate, cut in zip(chosen, cuts, strict=True):
             if cut is not None and cut.size > 1:
                 raise ValueError(f"{candidate.name} is cut by tensor parallelism: call {cut_goes_to} instead")
-    matrices = _matrices(model, chosen)
-    slots = assign(matrices, layout.size)
-    tp_owners = _assign_tp(matrices, slots, cuts)
+    shapes = [(candidate.param.shape[0], candidate.param.shape[1]) for candidate in chosen]
+    tp_groups = [cut.ranks if cut is not None else () for cut in cuts]
+    slots, tp_owners = choose_owners(matrices_of(shapes, blocks_of(model, chosen)), layout.size, tp_groups)
     params = [
         DedicatedParam(
             c.name,
@@ -330,7 +329,7 @@ def _boundary_chooser(hook_boundary: HookBoundary | None) -> Callable[[str, nn.M
     )
 
 
-def _choose(model: nn.Module, predicate: Predicate | None) -> list[Candidate]:
+def chosen_parameters(model: nn.Module, predicate: Predicate | None) -> list[Candidate]:
     """The parameters to dedicate, in module order."""
     everything = candidates(model)
     if predicate is None:
@@ -408,44 +407,6 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
                 "Redistribute it first, or leave it out by predicate."
             )
     return TensorParallel.of(param, mesh)
-
-
-def _matrices(model: nn.Module, chosen: list[Candidate]) -> list[Matrix]:
-    """What the assignment needs to know: whole shapes, and which matrices belong together.
-
-    Grouped by the model's repeated blocks: where FSDP2 will put its boundaries is not known yet.
-    """
-    blocks = base.block_modules(model)
-    numbers: dict[str | None, int] = {}
-    matrices = []
-    for candidate in chosen:
-        block = base.enclosing(candidate.path.rpartition(".")[0], blocks)
-        rows, cols = candidate.param.shape
-        matrices.append(
-            Matrix(
-                cost=operation_count(rows, cols),
-                numel=rows * cols,
-                group=numbers.setdefault(block, len(numbers)),
-            )
-        )
-    return matrices
-
-
-def _assign_tp(matrices: list[Matrix], slots: list[int], cuts: list[TensorParallel | None]) -> list[int]:
-    """The position of the TP owner of each matrix: balanced among the matrices of one owner.
-
-    Nothing is to be gained from a shared TP owner: one exchange carries them all.
-    """
-    together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for index, (slot, cut) in enumerate(zip(slots, cuts, strict=True)):
-        if cut is not None and cut.size > 1:
-            together.setdefault((slot, cut.ranks), []).append(index)
-    positions = [0] * len(matrices)
-    for (_, ranks), members in together.items():
-        owners = assign([matrices[i] for i in members], len(ranks), small_threshold=0)
-        for index, owner in zip(members, owners, strict=True):
-            positions[index] = owner
-    return positions
 
 
 def full_tensor(param: torch.Tensor) -> torch.Tensor:

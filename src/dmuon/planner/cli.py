@@ -1,0 +1,235 @@
+"""`python -m dmuon plan`: the command line."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .cut import parse as parse_tp_plan
+from .mesh import Mesh
+from .model import PlanError, choose_by_pattern
+from .plan import Options, Plan, plan
+from .rate import measure
+from .registry import CONFIGS
+from .report import SCHEMA, Rate, report
+from .source import load
+from .traffic import Dtypes
+
+_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_EXAMPLES = f"""examples:
+  python -m dmuon plan --model llama-3-70b --mesh replicate=16,shard=8,tp=8 --tflops 400
+  python -m dmuon plan --model my_project.models:build --mesh dp=64 --compare replicate=8,shard=8
+  python -m dmuon plan --model path/to/model/ --mesh ddp=8 --json
+
+models by name: {", ".join(CONFIGS)}
+"""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line; returns the exit code."""
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        return _plan(args)
+    except PlanError as error:
+        print(f"{parser.prog} plan: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(args: argparse.Namespace) -> int:
+    mesh = Mesh.parse(args.mesh)
+    meshes = [mesh, *(Mesh.parse(text) for text in args.compare)]
+    if args.ranks is not None and args.ranks != mesh.ranks:
+        raise PlanError(f"mesh {mesh.text} has {mesh.ranks} ranks, not {args.ranks}")
+    options = _options(args)
+    model = choose_by_pattern(load(args.model), args.include, args.exclude)
+    plans = [plan(model, each, options) for each in meshes]
+    rate = _rate(args, plans)
+    first, *others = [report(each, rate) for each in plans]
+    if args.picture is not None:
+        _import("matplotlib", "--picture")
+        from .picture import draw
+
+        draw(plans, [first, *others], args.picture)
+    if args.json:
+        content = {"schema": SCHEMA, **first, "compare": others}
+        if args.matrices:
+            content["matrices"] = _matrices(plans[0])
+        json.dump(content, sys.stdout, indent=2)
+        print()
+    else:
+        _import("rich", "python -m dmuon plan without --json")
+        from .text import show
+
+        show(first, others)
+        if args.matrices:
+            _print_matrices(plans[0])
+    return 0
+
+
+def _import(package: str, what: str) -> None:
+    try:
+        __import__(package)
+    except ImportError as error:
+        raise PlanError(f"{what} needs {package}: pip install 'dmuon[plan]'") from error
+
+
+def _options(args: argparse.Namespace) -> Options:
+    compute = args.compute_dtype
+    return Options(
+        dtypes=Dtypes(
+            weight=_DTYPES[args.weight_dtype],
+            compute=_DTYPES[compute],
+            reduce=_DTYPES[args.reduce_dtype or compute],
+            momentum=_DTYPES[args.momentum_dtype],
+        ),
+        reshard=args.reshard,
+        ns_steps=args.ns_steps,
+        ns_algorithm=args.ns_algorithm,
+        gram_policy=args.tp_distributed_gram,
+        tp_plan=parse_tp_plan(args.tp_plan),
+    )
+
+
+def _rate(args: argparse.Namespace, plans: Sequence[Plan]) -> Rate:
+    """What was given, or else what this machine does."""
+    uses_float64 = any(load.float64 for each in plans for load in each.loads.values())
+    if args.tflops is None:
+        float64 = measure(torch.float64) if uses_float64 else None
+        return Rate(measure(), float64, "measured here, float32 on the CPU")
+    if uses_float64 and args.tflops_float64 is None:
+        raise PlanError("the distributed Gram form computes in float64: give --tflops-float64 as well")
+    float64 = args.tflops_float64 * 1e12 if uses_float64 else None
+    return Rate(args.tflops * 1e12, float64, "given")
+
+
+def _matrices(each: Plan) -> list[dict[str, Any]]:
+    """Where every matrix goes: coordinates as `dmuon.get_dedicated_params` has them."""
+    return [
+        {
+            "name": matrix.param.name,
+            "shape": list(matrix.param.shape),
+            "owner": {
+                "shard": matrix.slot % each.mesh.shard,
+                "replicate": matrix.slot // each.mesh.shard,
+                "tp": matrix.share.tp_owner if len(matrix.share.pieces) > 1 else None,
+            },
+        }
+        for matrix in each.matrices
+    ]
+
+
+def _print_matrices(each: Plan) -> None:
+    for matrix in _matrices(each):
+        owner = ", ".join(f"{dim} {place}" for dim, place in matrix["owner"].items() if place is not None)
+        print(f"{matrix['name']}  {'x'.join(map(str, matrix['shape']))}  {owner}")
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise ValueError
+    return value
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_positive.__name__, _count.__name__ = "positive number", "count"  # as argparse calls them in errors
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m dmuon", description="dmuon's tools.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser(
+        "plan",
+        help="what a model costs on a mesh",
+        description=(
+            "Who owns which matrix on a mesh, and what follows: balance, time of Newton-Schulz, bytes moved "
+            "and memory. Uses the code that assigns owners at run time; needs no GPU and starts no process "
+            "group."
+        ),
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    _add_what(command)
+    _add_settings(command)
+    _add_output(command)
+    return parser
+
+
+def _add_what(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add(
+        "--model",
+        required=True,
+        help="a name (see below); module:function that returns a model; or a config.json, a .safetensors "
+        "file or index, or a directory with them",
+    )
+    add("--mesh", required=True, help="dp=N, replicate=R,shard=N or ddp=N; with ,tp=T or without")
+    add("--compare", metavar="MESH", action="append", default=[], help="another mesh; may be repeated")
+    add("--ranks", type=_count, help="fail unless the mesh has so many ranks")
+    _add_pattern(command, "--include", "dedicate matrices with such a name too; may be repeated")
+    _add_pattern(command, "--exclude", "do not dedicate parameters with such a name; may be repeated")
+
+
+def _add_pattern(command: argparse.ArgumentParser, name: str, text: str) -> None:
+    command.add_argument(name, metavar="REGEX", action="append", default=[], help=text)
+
+
+def _add_settings(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    dtypes = tuple(_DTYPES)
+    add("--weight-dtype", choices=dtypes, default="float32", help="of weights at rest (default: float32)")
+    add("--compute-dtype", choices=dtypes, default="bfloat16", help="of gathered weights (default: bfloat16)")
+    add("--reduce-dtype", choices=dtypes, help="of gradients on their way (default: the compute dtype)")
+    add("--momentum-dtype", choices=dtypes, default="float32", help="of momenta (default: float32)")
+    add(
+        "--reshard",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="reshard_after_forward (default: yes)",
+    )
+    add("--ns-steps", type=_count, default=5, help="Newton-Schulz iterations (default: 5)")
+    add(
+        "--ns-algorithm",
+        choices=("direct", "gram", "auto"),
+        default="direct",
+        help='for the time estimate (default: "direct", which bfloat16 takes)',
+    )
+    add(
+        "--tflops",
+        type=_positive,
+        help="rate of matrix products, 1e12 operations a second (default: measured)",
+    )
+    add("--tflops-float64", type=_positive, help="likewise in float64, for the distributed Gram form")
+    add(
+        "--tp-plan",
+        default="",
+        metavar="PLAN",
+        help="how tensor parallelism cuts layers, where it differs from the usual: LAYER=KIND,..., KIND of "
+        "rows, columns, replicate, none",
+    )
+    add(
+        "--tp-distributed-gram",
+        choices=("never", "beneficial", "always"),
+        default="never",
+        help="tp_distributed_gram_policy (default: never)",
+    )
+
+
+def _add_output(command: argparse.ArgumentParser) -> None:
+    add = command.add_argument
+    add("--json", action="store_true", help="print JSON")
+    add("--matrices", action="store_true", help="also print the owner of every matrix")
+    add("--picture", metavar="FILE", type=Path, help="draw loads, traffic and memory (.png, .svg, .pdf)")

@@ -1,0 +1,88 @@
+"""A device mesh as numbers: how many ranks there are, and where each one stands."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from .model import PlanError
+
+_FORMS = "dp=N, replicate=R,shard=N, or ddp=N; each with tp=T or without"
+
+
+@dataclass(frozen=True)
+class Place:
+    """A rank's coordinates."""
+
+    shard: int
+    replicate: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The mesh dims that matter, whatever they are called on the user's DeviceMesh.
+
+    Ranks count as on `init_device_mesh("cuda", (replicate, shard, tp))`: those of one TP group are
+    consecutive.
+
+    Attributes:
+        shard: ranks that share the model, or under DDP that have it.
+        replicate: rows of HSDP; 1 without.
+        tp: tensor-parallel ranks.
+        ddp: the model is whole on every data-parallel rank.
+        text: as the user has written it.
+    """
+
+    shard: int
+    replicate: int = 1
+    tp: int = 1
+    ddp: bool = False
+    text: str = ""
+
+    @property
+    def slots(self) -> int:
+        """Data-parallel ranks: those that can own matrices."""
+        return self.shard * self.replicate
+
+    @property
+    def ranks(self) -> int:
+        """All ranks."""
+        return self.slots * self.tp
+
+    @property
+    def row_name(self) -> str:
+        """What the dim over which weights are gathered, or under DDP published, is called."""
+        return "ddp" if self.ddp else "shard" if "shard" in self.text else "dp"
+
+    def place_of(self, rank: int) -> Place:
+        """Coordinates of a global rank."""
+        return Place(rank // self.tp % self.shard, rank // self.tp // self.shard, rank % self.tp)
+
+    @classmethod
+    def parse(cls, text: str) -> Mesh:
+        """Read `replicate=16,shard=8,tp=8`, `dp=64`, `ddp=8,tp=2` and the like.
+
+        Raises:
+            PlanError: for anything else.
+        """
+        sizes: dict[str, int] = {}
+        for part in text.split(","):
+            name, equals, size = (piece.strip() for piece in part.partition("="))
+            if name not in ("dp", "replicate", "shard", "ddp", "tp") or not equals:
+                raise PlanError(f"mesh {text!r}: cannot read {part.strip()!r}. A mesh is {_FORMS}")
+            if name in sizes:
+                raise PlanError(f"mesh {text!r} has {name} twice")
+            if not (size.isascii() and size.isdigit()) or int(size) < 1:
+                raise PlanError(f"mesh {text!r}: the size of {name} must be a whole number of at least 1")
+            sizes[name] = int(size)
+        data = sorted(sizes.keys() - {"tp"})
+        if data not in ([], ["dp"], ["ddp"], ["shard"], ["replicate", "shard"]):
+            raise PlanError(f"mesh {text!r}: {', '.join(data)} do not go together. A mesh is {_FORMS}")
+        return cls(
+            shard=math.prod(sizes.get(name, 1) for name in ("dp", "ddp", "shard")),
+            replicate=sizes.get("replicate", 1),
+            tp=sizes.get("tp", 1),
+            ddp="ddp" in sizes,
+            text=",".join(f"{name}={size}" for name, size in sizes.items()),
+        )

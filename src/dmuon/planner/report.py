@@ -1,0 +1,226 @@
+"""A plan in numbers: the one dict from which text, JSON and pictures are made."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..assignment import lower_bound
+from .cut import described
+from .memory import Rest
+from .plan import Plan
+from .traffic import PHASES
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Rate:
+    """Operations a second of matrix products.
+
+    Attributes:
+        main: in the dtype of Newton-Schulz.
+        float64: of the distributed Gram form; None if it is not used.
+        source: "given" or "measured here, float32 on the CPU".
+    """
+
+    main: float
+    float64: float | None
+    source: str
+
+
+def report(plan: Plan, rate: Rate) -> dict[str, Any]:
+    """Everything about a plan, by the schema of docs/planner.md. Bytes, seconds, and plain counts."""
+    return {
+        "mesh": _mesh(plan),
+        "model": _model(plan),
+        "options": _options(plan),
+        "balance": _balance(plan),
+        "newton_schulz": _newton_schulz(plan, rate),
+        "traffic": _traffic(plan),
+        "memory": _memory(plan),
+        "limits": _limits(plan),
+        "notes": _notes(plan),
+    }
+
+
+def _mesh(plan: Plan) -> dict[str, Any]:
+    mesh = plan.mesh
+    return {
+        "text": mesh.text,
+        "ranks": mesh.ranks,
+        "slots": mesh.slots,
+        "shard": mesh.shard,
+        "replicate": mesh.replicate,
+        "tp": mesh.tp,
+        "ddp": mesh.ddp,
+    }
+
+
+def _model(plan: Plan) -> dict[str, Any]:
+    model, size = plan.model, plan.options.dtypes.weight
+    elements = sum(param.numel for param in model.dedicated)
+    return {
+        "name": model.name,
+        "parameters": model.numel,
+        "matrices": len(model.dedicated),
+        "dedicated_parameters": elements,
+        "base_parameters": model.numel - elements,
+        "dedicated_bytes": size * elements,
+        "groups": len(plan.groups),
+    }
+
+
+def _options(plan: Plan) -> dict[str, Any]:
+    options, dtypes = plan.options, plan.options.dtypes
+    return {
+        "weight_bytes": dtypes.weight,
+        "compute_bytes": dtypes.compute,
+        "reduce_bytes": dtypes.reduce,
+        "momentum_bytes": dtypes.momentum,
+        "reshard_after_forward": options.reshard,
+        "ns_steps": options.ns_steps,
+        "ns_algorithm": options.ns_algorithm,
+        "tp_distributed_gram": options.gram_policy,
+        "tp_plan": described(plan.model, options.tp_plan) if plan.mesh.tp > 1 else {},
+    }
+
+
+def _balance(plan: Plan) -> dict[str, Any]:
+    """`over_bound` of 1 is perfect: see `dmuon.assignment.lower_bound`. Of owners, that is of data-parallel
+    ranks, as the assignment sees them; and of all ranks, with what they really compute."""
+    busiest = max(load.total for load in plan.loads.values())
+    mean = sum(load.total for load in plan.loads.values()) / plan.mesh.ranks
+    whole = [m.param.shape for m in plan.matrices if m.share.gram is None]
+    largest = max((plan.operations(rows, cols) for rows, cols in set(whole)), default=0)
+    return {
+        "over_bound": plan.balance,
+        "over_mean": plan.over_mean,
+        "owners": len({matrix.slot for matrix in plan.matrices}),
+        "slots": plan.mesh.slots,
+        "rank_over_bound": busiest / max(mean, largest),
+        "rank_over_mean": busiest / mean,
+        "busy_ranks": len(plan.loads),
+        "ranks": plan.mesh.ranks,
+    }
+
+
+def _newton_schulz(plan: Plan, rate: Rate) -> dict[str, Any]:
+    def seconds(operations: int, float64: int) -> float:
+        return operations / rate.main + (float64 / rate.float64 if rate.float64 else 0.0)
+
+    loads = plan.loads.values()
+    busiest = max(loads, key=lambda load: seconds(load.operations, load.float64))
+    alone = sum(plan.operations(m.param.shape[0], m.param.shape[1]) for m in plan.matrices)
+    return {
+        "busiest_rank_operations": busiest.operations,
+        "busiest_rank_float64_operations": busiest.float64,
+        "mean_rank_operations": sum(load.operations for load in loads) / plan.mesh.ranks,
+        "seconds": seconds(busiest.operations, busiest.float64),
+        "seconds_on_one_rank": seconds(alone, 0),
+        "rate": rate.main,
+        "rate_float64": rate.float64,
+        "rate_source": rate.source,
+    }
+
+
+def _dim(plan: Plan, phase: str) -> str:
+    """The mesh dim over which a phase communicates."""
+    if phase in ("exchange", "publish_exchange", "sum_copies"):
+        return "tp"
+    if phase == "reduce_replicas" or (phase == "publish" and not plan.mesh.ddp):
+        return "replicate"
+    return plan.mesh.row_name
+
+
+def _spread(values: torch.Tensor) -> dict[str, Any]:
+    """Over the ranks."""
+    flat = values.flatten()
+    return {"max": int(flat.max()), "mean": int(flat.sum()) / len(flat), "min": int(flat.min())}
+
+
+def _traffic(plan: Plan) -> dict[str, Any]:
+    moves = plan.moves  # [slots, tp, phases, 2]
+    phases = [
+        {
+            "phase": phase,
+            "dim": _dim(plan, phase),
+            "collectives": _spread(moves[:, :, index, 0]),
+            "bytes": _spread(moves[:, :, index, 1]),
+        }
+        for index, phase in enumerate(PHASES)
+        if moves[:, :, index, 0].any()
+    ]
+    dims: dict[str, list[int]] = defaultdict(list)
+    for index, phase in enumerate(PHASES):
+        if moves[:, :, index, 0].any():
+            dims[_dim(plan, phase)].append(index)
+    return {
+        "phases": phases,
+        "by_dim": {dim: _spread(moves[:, :, chosen, 1].sum(2)) for dim, chosen in dims.items()},
+        "collectives": _spread(moves[..., 0].sum(2)),
+        "bytes": _spread(moves[..., 1].sum(2)),
+    }
+
+
+def _memory(plan: Plan) -> dict[str, Any]:
+    rest, peak = plan.rest, plan.peak
+    at = int(peak.flatten().argmax())
+    kinds = {name: _spread(rest[..., index]) for index, name in enumerate(Rest._fields)}
+    work = plan.work[at % plan.mesh.tp]
+    step = plan.step_work.get((at // plan.mesh.tp, at % plan.mesh.tp), 0)
+    return {
+        "rest": {**kinds, "total": _spread(rest.sum(2))},
+        "peak": _spread(peak),
+        "peak_rank": at,
+        "peak_rank_work": {"forward": work.forward, "backward": work.backward, "step": step},
+    }
+
+
+def _limits(plan: Plan) -> list[dict[str, Any]]:
+    """The kinds of matrices, the most expensive first. More owners than `useful_owners` cannot make a step
+    shorter: one owner's time for this matrix is then the step's."""
+    costs = Counter((m.param.shape, _layer(m.param.name)) for m in plan.matrices)
+    total = sum(matrix.cost for matrix in plan.weighed)
+    bound = lower_bound(plan.weighed, plan.mesh.slots)
+    by_shape = {m.param.shape: w.cost for m, w in zip(plan.matrices, plan.weighed, strict=True)}
+    rows = [
+        {
+            "layer": layer,
+            "shape": list(shape),
+            "count": count,
+            "share_of_operations": count * by_shape[shape] / total,
+            "share_of_bound": by_shape[shape] / bound,
+            "useful_owners": int(total // by_shape[shape]),
+        }
+        for (shape, layer), count in costs.items()
+    ]
+    return sorted(rows, key=lambda row: (row["useful_owners"], -row["count"], row["layer"]))
+
+
+def _layer(name: str) -> str:
+    """The last names of the layer, without numbers: "layers.3.mlp.up_proj.weight" is an "mlp.up_proj"."""
+    parts = [part for part in name.split(".")[:-1] if not part.isdigit()]
+    return ".".join(parts[-2:])
+
+
+def _notes(plan: Plan) -> list[str]:
+    notes = list(plan.model.notes)
+    mesh = plan.mesh
+    idle = mesh.slots - len({matrix.slot for matrix in plan.matrices})
+    if idle:
+        notes.append(f"{idle} of {mesh.slots} data-parallel ranks own no matrix and wait in step()")
+    empty = sum(0 in matrix.share.pieces for matrix in plan.matrices)
+    if empty:
+        notes.append(f"tp={mesh.tp} does not fit {empty} matrices: some ranks have an empty piece")
+    if mesh.tp > 1:
+        whole = [m.param for m in plan.matrices if len(m.share.pieces) == 1]
+        if len(whole) == len(plan.matrices):
+            notes.append("the tensor-parallel plan cuts no matrix; see --tp-plan")
+        elif whole:
+            kinds = ", ".join(sorted({_layer(param.name) for param in whole}))
+            notes.append(f"{len(whole)} matrices are not cut, and each TP rank repeats their work: {kinds}")
+    return notes
