@@ -42,6 +42,8 @@ RESIDENCIES = [
     ),
     *(pytest.param(*layout.values, True, id=layout.id) for layout in DDP_LAYOUTS),
 ]
+# Fewer of them: every layout once, and `dp4` either way.
+FEWER = [*RESIDENCIES[:2], *RESIDENCIES[2:8:2], *RESIDENCIES[8:]]
 
 
 class Layer(nn.Module):

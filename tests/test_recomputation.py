@@ -10,7 +10,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import dmuon
-from layouts import LAYOUTS, RESIDENCIES, Model, Sizes, build
+from layouts import FEWER, LAYOUTS, Model, Sizes, build
 from models import assert_weights_close, dedicate, is_proj, make_mesh, with_oracle
 from test_engine import Layer, Routed, SometimesLayer, backward_both, step_both
 
@@ -42,7 +42,7 @@ def recompute(sizes: Sizes, reshard: bool, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+@pytest.mark.parametrize(("sizes", "reshard"), FEWER)
 def test_activation_checkpointing(ranks, sizes, reshard, reentrant):
     ranks(4, recompute, sizes, reshard, reentrant)
 
@@ -91,7 +91,7 @@ def recompute_inside(sizes: Sizes, reshard: bool, reentrant: bool) -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+@pytest.mark.parametrize(("sizes", "reshard"), FEWER)
 def test_activation_checkpointing_inside_a_layer(ranks, sizes, reshard, reentrant):
     ranks(4, recompute_inside, sizes, reshard, reentrant)
 
