@@ -156,8 +156,11 @@ def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     the result is not contiguous, which the placement says.
     """
     layout, rows = param.layout, piece.shape[0]
+    if layout.replicated and param.tp is None:
+        return piece
     if layout.replicated:
-        return piece if param.tp is None else param.tp.wrap(piece.contiguous())
+        # Not a view of the whole: it would keep all of it, and torch cannot deep-copy a DTensor of a view.
+        return param.tp.wrap(piece.clone(memory_format=torch.contiguous_format))
     chunk = -(-rows // layout.shard_size)
     start = min(layout.here.shard * chunk, rows)
     local = piece[start : min(start + chunk, rows)].clone()
