@@ -156,9 +156,9 @@ def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     the result is not contiguous, which the placement says.
     """
     layout, rows = param.layout, piece.shape[0]
-    if layout.replicated and param.tp is None:
-        return piece
     if layout.replicated:
+        if param.tp is None:
+            return piece
         # Not a view of the whole: it would keep all of it, and torch cannot deep-copy a DTensor of a view.
         return param.tp.wrap(piece.clone(memory_format=torch.contiguous_format))
     chunk = -(-rows // layout.shard_size)
