@@ -240,6 +240,10 @@ class Runtime:
         if self._in_backward:
             return
         self._end_of_order()
+        if self._channels is not None and self._channels.has_gram_stage:
+            # These publishes compute. Inside a layer, that would be in the sight of whatever watches its
+            # operations, such as selective activation checkpointing.
+            self.wait_published()
         if self.layout.replicated:
             self._update_replicas()
         if not was_sealed and self.groups[0].module is module:
