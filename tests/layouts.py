@@ -4,18 +4,46 @@ A layout is a dict of mesh dims: `dp` (or `replicate` and `shard`) for FSDP2 and
 `tp` or without.
 """
 
+import math
+from itertools import cycle
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
+from models import InnerProduct
 
 Sizes = dict[str, int]
+
+FSDP_LAYOUTS = [
+    pytest.param({"dp": 4}, id="dp4"),
+    pytest.param({"replicate": 2, "shard": 2}, id="hsdp2x2"),
+    pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
+    pytest.param({"replicate": 2, "shard": 1, "tp": 2}, id="hsdp2x1-tp2"),
+]
+DDP_LAYOUTS = [
+    pytest.param({"ddp": 4}, id="ddp4"),
+    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
+]
+LAYOUTS = [*FSDP_LAYOUTS, *DDP_LAYOUTS]
+# With `reshard_after_forward`, which means nothing under DDP.
+RESIDENCIES = [
+    *(
+        pytest.param(*layout.values, reshard, id=f"{layout.id}-{residency}")
+        for layout in FSDP_LAYOUTS
+        for reshard, residency in ((True, "while_used"), (False, "until_backward_done"))
+    ),
+    *(pytest.param(*layout.values, True, id=layout.id) for layout in DDP_LAYOUTS),
+]
+# Fewer of them: every layout once, and `dp4` either way.
+FEWER = [*RESIDENCIES[:2], *RESIDENCIES[2:8:2], *RESIDENCIES[8:]]
 
 
 class Layer(nn.Module):
@@ -65,8 +93,32 @@ def make_mesh(sizes: Sizes) -> DeviceMesh:
 
 
 def parallelize(model: nn.Module, mesh: DeviceMesh, plan: dict | None = None) -> None:
+    if isinstance(model.layers[0], InnerProduct):
+        cut_in_turn(model, mesh)
+        return
     for layer in model.layers:
-        parallelize_module(layer, mesh["tp"], plan or PLAN)
+        parallelize_module(layer, mesh["tp"], plan or plan_for(layer))
+
+
+def plan_for(layer: nn.Module) -> dict:
+    """A plan for a layer of any make: its Linears in turn cut by rows, by columns, and not at all.
+
+    What goes into each and comes out of it is whole.
+    """
+    if isinstance(layer, Layer):
+        return PLAN
+    styles = cycle([(ColwiseParallel, "output_layouts"), (RowwiseParallel, "input_layouts"), None])
+    linears = [name for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
+    chosen = zip(linears, styles, strict=False)
+    return {name: style[0](**{style[1]: Replicate()}) for name, style in chosen if style is not None}
+
+
+def cut_in_turn(model: nn.Module, mesh: DeviceMesh) -> None:
+    """Matrices whose gradients are given: in turn cut by rows, by columns, and not at all."""
+    for layer, dim in zip(model.layers, cycle([0, 1, None]), strict=False):
+        if dim is not None:
+            weight = distribute_tensor(layer.weight.detach(), mesh["tp"], [Shard(dim)])
+            layer.weight = nn.Parameter(weight, requires_grad=layer.weight.requires_grad)
 
 
 def dedicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
@@ -78,35 +130,48 @@ def dedicate(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
         dmuon.dedicate_params(model, mesh["dp"], **kwargs)
 
 
-def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+def shard(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
     dp = mesh["replicate", "shard"] if "replicate" in mesh.mesh_dim_names else mesh["dp"]
     for layer in model.layers:
-        fully_shard(layer, mesh=dp)
-    fully_shard(model, mesh=dp)
+        fully_shard(layer, mesh=dp, **kwargs)
+    fully_shard(model, mesh=dp, **kwargs)
 
 
-def distribute(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwargs: Any) -> DeviceMesh:
-    """All that comes before the optimizer, by the calls of the documentation."""
+def dedicate_on(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwargs: Any) -> DeviceMesh:
+    """Tensor parallelism and the dedicated parameters; the base ones stay as they are."""
     mesh = make_mesh(sizes)
     if "tp" in sizes:
         parallelize(model, mesh)
     if "ddp" not in sizes:
         dedicate(model, mesh, reshard_after_forward=reshard, **kwargs)
-        shard(model, mesh)
         return mesh
     kwargs.setdefault("predicate", is_proj)
-    if "tp" in sizes:
-        dmuon.dedicate_params_ddp_tp(model, mesh["dp"], **kwargs)
-        dmuon.replicate_tp(model, mesh["dp"])
-    else:
-        dmuon.dedicate_params_ddp(model, mesh["dp"], **kwargs)
-        dmuon.replicate(model, mesh["dp"])
+    call = dmuon.dedicate_params_ddp_tp if "tp" in sizes else dmuon.dedicate_params_ddp
+    call(model, mesh["dp"], **kwargs)
     return mesh
 
 
-def build(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **muon: Any) -> dmuon.Muon:
-    distribute(model, sizes, reshard=reshard)
+def distribute(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwargs: Any) -> DeviceMesh:
+    """All that comes before the optimizer, by the calls of the documentation."""
+    mesh = dedicate_on(model, sizes, reshard=reshard, **kwargs)
+    if "ddp" not in sizes:
+        shard(model, mesh, reshard_after_forward=reshard)
+    else:
+        call = dmuon.replicate_tp if "tp" in sizes else dmuon.replicate
+        call(model, mesh["dp"])
+    return mesh
+
+
+def build(
+    model: nn.Module, sizes: Sizes, *, reshard: bool = True, predicate: Any = is_proj, **muon: Any
+) -> dmuon.Muon:
+    distribute(model, sizes, reshard=reshard, predicate=predicate)
     return dmuon.Muon(model, **muon)
+
+
+def replicas_of(sizes: Sizes) -> int:
+    """The number of data-parallel ranks."""
+    return math.prod(sizes.values()) // sizes.get("tp", 1)
 
 
 def data_rank(sizes: Sizes) -> tuple[int, int]:

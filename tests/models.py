@@ -11,9 +11,11 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import dmuon
+from dmuon.selection import clean_name
 from reference import ReferenceMuon
 
 
@@ -102,8 +104,8 @@ def build(
 
 
 def full_weights(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Every parameter, whole, on every rank."""
-    return {name: dmuon.full_tensor(p).detach().clone() for name, p in model.named_parameters()}
+    """Every parameter, whole, on every rank, by its name without those of wrappers."""
+    return {clean_name(name): dmuon.full_tensor(p).detach().clone() for name, p in model.named_parameters()}
 
 
 def assert_ranks_equal(weights: dict[str, torch.Tensor]) -> None:
@@ -156,7 +158,8 @@ class InnerProduct(nn.Module):
         self.weight = nn.Parameter(weight.clone())
 
     def forward(self, target: torch.Tensor) -> torch.Tensor:
-        return (self.weight * target).sum()
+        whole = self.weight.full_tensor() if isinstance(self.weight, DTensor) else self.weight
+        return (whole * target).sum()
 
 
 class InnerProducts(nn.Module):
@@ -176,136 +179,12 @@ def everything(name: str, param: nn.Parameter) -> bool:
     return True
 
 
-def kept_by_one(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole value, on every rank, of a momentum or a gradient: exactly one rank has it, whole."""
-    local = tensor.to_local()
-    keepers = torch.tensor(float(local.numel() > 0))
-    dist.all_reduce(keepers)
-    assert keepers == 1, f"{int(keepers)} ranks keep a part of it"
-    whole = torch.zeros(tensor.shape, dtype=local.dtype)
-    if local.numel():
-        assert local.shape == tensor.shape
-        whole.copy_(local)
-    dist.all_reduce(whole)
-    return whole
-
-
-def momentum_of(optimizer: dmuon.Muon, param: torch.Tensor) -> torch.Tensor:
-    """The whole momentum of a dedicated parameter, on every rank."""
-    return kept_by_one(optimizer.state[param]["momentum_buffer"])
-
-
-Targets = list[list[list[torch.Tensor | None]]]  # by step, rank and weight
-
-
-def train_on_targets(
-    shape: tuple[int, ...],
-    weights: list[torch.Tensor],
-    targets: Targets,
-    *,
-    reshard: bool = True,
-    one_group: bool = False,
-    **muon: object,
-) -> list[list[dict[str, torch.Tensor | None]]]:
-    """What each step left, by step and weight: the whole "weight", "momentum" and "gradient" (None: none).
-
-    `one_group` lets all weights share one hook boundary; otherwise each has its own.
-    """
-    model = InnerProducts(weights)
-    mesh = make_mesh(shape)
-    dedicate(model, mesh, predicate=everything, reshard_after_forward=reshard)
-    if one_group:
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    else:
-        shard(model, mesh, reshard_after_forward=reshard)
-    optimizer = dmuon.Muon(model, **muon)
-    history = []
-    for by_rank in targets:
-        model(by_rank[dist.get_rank()]).backward()
-        params = list(model.parameters())
-        gradients = [None if p.grad is None else kept_by_one(p.grad) for p in params]
-        optimizer.step()
-        optimizer.zero_grad()
-        for record in dmuon.get_dedicated_params(model):  # the owner, and under HSDP its replicas
-            if record.keeps_weight:
-                assert torch.equal(record.local, record.full_tensor()), f"{record} is another on a replica"
-            else:
-                record.full_tensor()  # collective
-        history.append(
-            [
-                {
-                    "weight": dmuon.full_tensor(param).detach().clone(),
-                    "momentum": momentum_of(optimizer, param) if param in optimizer.state else None,
-                    "gradient": gradient,
-                }
-                for param, gradient in zip(params, gradients, strict=True)
-            ]
-        )
-    return history
-
-
-def random_targets(weights: list[torch.Tensor], steps: int, ranks: int) -> Targets:
-    """Different on each rank, and large enough for a sum to be told from a mean."""
-    generator = torch.Generator().manual_seed(7)
-    return [
-        [[3 * torch.randn(w.shape, generator=generator) for w in weights] for _ in range(ranks)]
-        for _ in range(steps)
-    ]
-
-
-def same_on_all(targets: list[list[torch.Tensor]], ranks: int) -> Targets:
-    """Each step's targets, on every rank."""
-    return [[step] * ranks for step in targets]
-
-
-def train_oracle(
-    weights: list[torch.Tensor], targets: Targets, *, maximize: bool = False, **settings: Any
-) -> list[list[dict[str, torch.Tensor]]]:
-    """What `train_on_targets` should return, by a single process on the mean of the targets."""
-    model = InnerProducts(weights)
-    reference = ReferenceMuon(model, lambda name, param: True, **settings)
-    params = list(model.parameters())
-    history = []
-    for by_rank in targets:
-        means = [mean_target(list(of_one)) for of_one in zip(*by_rank, strict=True)]
-        for param, mean in zip(params, means, strict=True):
-            param.grad = -mean if maximize and mean is not None else mean
-        reference.step()
-        history.append(
-            [
-                {
-                    "weight": param.detach().clone(),
-                    "momentum": reference.buffers[param].clone() if param in reference.buffers else None,
-                    "gradient": mean,
-                }
-                for param, mean in zip(params, means, strict=True)
-            ]
-        )
-    return history
-
-
-def mean_target(targets: list[torch.Tensor | None]) -> torch.Tensor | None:
-    """The mean over the ranks, to which one without a target adds zero; None if no rank has one."""
-    like = next((target for target in targets if target is not None), None)
-    if like is None:
-        return None
-    return torch.stack([torch.zeros_like(like) if t is None else t for t in targets]).mean(0)
-
-
-def assert_histories_close(found: list, expected: list, tolerance: float = 1e-5) -> None:
-    """Equal in all that the oracle has."""
-    for step, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
-        for index, (ours, oracle) in enumerate(zip(mine, theirs, strict=True)):
-            for what in ("gradient", "momentum", "weight"):
-                if oracle[what] is None:
-                    continue
-                difference = (ours[what] - oracle[what]).abs().max().item()
-                assert difference <= tolerance, f"{what} {index} is off by {difference} at step {step}"
-
-
-def agreed(ranks: Callable, shape: tuple[int, ...], fn: Callable, *args: object, **kwargs: object) -> Any:
+def agreed(
+    ranks: Callable, shape: tuple[int, ...] | dict[str, int], fn: Callable, *args: object, **kwargs: object
+) -> Any:
     """`fn(shape, ...)` on all ranks of a mesh; its one answer, bitwise the same on all of them."""
-    answers = ranks(math.prod(shape), fn, shape, *args, **kwargs)
+    sizes = shape.values() if isinstance(shape, dict) else shape
+    answers = ranks(math.prod(sizes), fn, shape, *args, **kwargs)
     leaves = tree_leaves(answers[0])
     for rank, answer in enumerate(answers):
         for mine, theirs in zip(leaves, tree_leaves(answer), strict=True):

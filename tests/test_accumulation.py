@@ -2,34 +2,34 @@
 
 import contextlib
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 import dmuon.optim.muon
 from dmuon.runtime import find_runtime
-from layouts import Layer, Model, build, data_rank, distribute, is_proj, loss_of, make_mesh
-from models import InnerProducts, assert_weights_close, everything, full_weights, mean_backward
+from layouts import (
+    FSDP_LAYOUTS,
+    LAYOUTS,
+    Layer,
+    Model,
+    Sizes,
+    build,
+    data_rank,
+    distribute,
+    is_proj,
+    loss_of,
+    make_mesh,
+)
+from models import InnerProducts, assert_ranks_equal, assert_weights_close, full_weights, mean_backward
 from reference import ReferenceMuon
-
-FSDP_LAYOUTS = [
-    pytest.param({"dp": 4}, id="dp4"),
-    pytest.param({"replicate": 2, "shard": 2}, id="hsdp2x2"),
-    pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
-    pytest.param({"replicate": 2, "shard": 1, "tp": 2}, id="hsdp2x1-tp2"),
-]
-LAYOUTS = [
-    *FSDP_LAYOUTS,
-    pytest.param({"ddp": 4}, id="ddp4"),
-    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
-]
 
 Micro = Callable[
     [nn.Module, bool], contextlib.AbstractContextManager
@@ -82,6 +82,20 @@ OURS = [every_one, no_sync, nested]
 FSDP2S = [gradient_sync, all_reduce, last_backward]
 
 
+@contextlib.contextmanager
+def counted_newton_schulz() -> Iterator[list[torch.Size]]:
+    """The shapes of what this rank has orthogonalized."""
+    calls: list[torch.Size] = []
+    original = dmuon.optim.muon.newton_schulz
+
+    def counted(matrix: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(matrix.shape)
+        return original(matrix, *args, **kwargs)
+
+    with mock.patch.object(dmuon.optim.muon, "newton_schulz", counted):
+        yield calls
+
+
 def train(sizes: dict[str, int], micro: Micro, reshard: bool = True) -> None:
     torch.manual_seed(1)
     model = Model()
@@ -89,18 +103,9 @@ def train(sizes: dict[str, int], micro: Micro, reshard: bool = True) -> None:
     reference = ReferenceMuon(oracle, is_proj)
     optimizer = build(model, sizes, reshard=reshard)
     mine, replicas = data_rank(sizes)
-    calls = 0
-    original = dmuon.optim.muon.newton_schulz
-
-    def counted(*args: Any, **kwargs: Any) -> torch.Tensor:
-        nonlocal calls
-        calls += 1
-        return original(*args, **kwargs)
-
-    dmuon.optim.muon.newton_schulz = counted
-    try:
+    with counted_newton_schulz() as calls:
         for step in range(3):
-            calls = 0
+            calls.clear()
             for index in range(3):
                 seeds = [100 * step + 10 * index + rank for rank in range(replicas)]
                 with micro(model, index == 2):
@@ -111,15 +116,13 @@ def train(sizes: dict[str, int], micro: Micro, reshard: bool = True) -> None:
             optimizer.zero_grad()
             reference.zero_grad()
             owned = sum(param.is_owner for param in dmuon.get_dedicated_params(model))
-            assert calls == owned
+            assert len(calls) == owned
             assert_weights_close(model, oracle)
             for param in dmuon.get_dedicated_params(model):
                 if param.is_owner:
                     momentum = optimizer.state[param.resting]["momentum_buffer"]._local_tensor
                     expected = reference.buffers[oracle.get_parameter(param.param_name)]
                     assert (momentum - expected).abs().max() < 1e-6
-    finally:
-        dmuon.optim.muon.newton_schulz = original
 
 
 @pytest.mark.parametrize("micro", OURS, ids=lambda fn: fn.__name__)
@@ -276,27 +279,33 @@ def test_layers_that_the_last_micro_batch_skips(ranks, sizes):
     ranks(4, skip_in_the_last, sizes)
 
 
-def diagonals(switch: str) -> torch.Tensor:
-    """HSDP, mean gradients diag(2, 0) and diag(-1, 1) in two micro-batches: the update is that of the sum."""
-    model = InnerProducts([torch.zeros(2, 2)])
-    mesh = make_mesh({"replicate": 2, "shard": 2})
-    dmuon.dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"], predicate=everything)
-    model.spare = nn.Parameter(torch.zeros(4, 4))
-    fully_shard(model, mesh=mesh)
-    optimizer = dmuon.Muon(model, lr=0.1)
-    off = 4 * (dist.get_rank() - 1.5)  # the mean over the ranks is 0
-    for index, diagonal in enumerate(([2.0, 0.0], [-1.0, 1.0])):
-        if switch != "every":
-            getattr(model, switch)(index == 1)
-        model([torch.diag(torch.tensor(diagonal)) + off]).backward()
-    optimizer.step()
-    return full_weights(model)["layers.0.weight"]
+def diagonals(sizes: Sizes, micro: Micro) -> None:
+    """Mean gradients diag(2, 0) and diag(-1, 1) in two micro-batches: the update is that of the sum."""
+    model = InnerProducts([torch.zeros(2, 2)] * 3 + [torch.zeros(4, 4)])
+    optimizer = build(model, sizes, predicate=lambda name, param: param.shape == (2, 2), lr=0.1)
+    mine, replicas = data_rank(sizes)
+    off = 4 * (mine - (replicas - 1) / 2)  # the mean over the ranks is 0
+    spare = torch.zeros(4, 4)  # a base parameter
+    with counted_newton_schulz() as calls:
+        for index, diagonal in enumerate(([2.0, 0.0], [-1.0, 1.0])):
+            with micro(model, index == 1):
+                model([torch.diag(torch.tensor(diagonal)) + off] * 3 + [spare]).backward()
+        optimizer.step()
+    assert len(calls) == sum(record.is_owner for record in dmuon.get_dedicated_params(model))
+    expected = -0.1 * 1.108111 * torch.eye(2)
+    for record in dmuon.get_dedicated_params(model):
+        torch.testing.assert_close(record.full_tensor(), expected, atol=1e-6, rtol=0)
+    assert_ranks_equal(full_weights(model))
 
 
-@pytest.mark.parametrize("switch", ["every", "set_requires_gradient_sync", "set_requires_all_reduce"])
-def test_two_micro_batches_are_one_update(ranks, switch):
-    for weight in ranks(4, diagonals, switch):
-        torch.testing.assert_close(weight, -0.1 * 1.108111 * torch.eye(2), atol=1e-6, rtol=0)
+def all_diagonals(sizes: Sizes) -> None:
+    for micro in [every_one, no_sync, *(FSDP2S if "ddp" not in sizes else ())]:
+        diagonals(sizes, micro)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_two_micro_batches_are_one_update(ranks, sizes):
+    ranks(4, all_diagonals, sizes)
 
 
 def divide(sizes: dict[str, int], factor: float) -> None:

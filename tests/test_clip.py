@@ -28,6 +28,8 @@ MESHES = [  # and how many all-reduces a call issues there: one per mesh, slices
     pytest.param({"replicate": 2, "shard": 2}, 1, id="hsdp"),
     pytest.param({"dp": 2, "tp": 2}, 2, id="fsdp-tp"),
     pytest.param({"replicate": 2, "shard": 1, "tp": 2}, 2, id="hsdp-tp"),
+    pytest.param({"ddp": 4}, 1, id="ddp"),
+    pytest.param({"ddp": 2, "tp": 2}, 3, id="ddp-tp"),
 ]
 
 
@@ -82,6 +84,11 @@ def build(model: nn.Module, sizes: dict[str, int], **muon: Any) -> dmuon.Muon:
     if "tp" in sizes:
         for layer in model.layers:
             parallelize_module(layer, mesh["tp"], PLAN)
+    if "ddp" in sizes:
+        tp = "_tp" if "tp" in sizes else ""
+        getattr(dmuon, f"dedicate_params_ddp{tp}")(model, mesh["ddp"], predicate=is_proj)
+        getattr(dmuon, f"replicate{tp}")(model, mesh["ddp"])
+        return dmuon.Muon(model, **muon)
     if "dp" in sizes:
         data = mesh["dp"]
         dmuon.dedicate_params(model, data, predicate=is_proj)
@@ -123,7 +130,7 @@ def assert_gradients_close(model: nn.Module, oracle: nn.Module) -> None:
     for name, param in model.named_parameters():
         expected = oracle.get_parameter(name).grad
         if name not in records:
-            found = param.grad.full_tensor()
+            found = dmuon.full_tensor(param.grad)
         elif records[name].is_owner:
             found = records[name].local_gradient()
         else:
@@ -199,6 +206,13 @@ def fsdp(*modules: Product, mesh: DeviceMesh, dedicated: bool = False) -> nn.Mod
     return model
 
 
+def replicated(module: Product, mesh: DeviceMesh) -> nn.Module:
+    model = nn.ModuleList([module])
+    dmuon.dedicate_params_ddp_tp(model, mesh, predicate=lambda name, param: True, hook_boundary=Product)
+    dmuon.Muon(model)
+    return model
+
+
 def mixed_kinds(kinds: list[str]) -> tuple[float, list[torch.Tensor], list[int]]:
     line = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
     grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
@@ -210,6 +224,8 @@ def mixed_kinds(kinds: list[str]) -> tuple[float, list[torch.Tensor], list[int]]
         "fsdp+tp": lambda: fsdp(cut(Product(), grid["tp"]), mesh=grid["dp"]),
         "owner": lambda: fsdp(Product(), mesh=line, dedicated=True),
         "owner+tp": lambda: fsdp(cut(Product(), grid["tp"]), mesh=grid["dp"], dedicated=True),
+        "ddp owner": lambda: replicated(Product(), mesh=line),
+        "ddp owner+tp": lambda: replicated(cut(Product(), grid["tp"]), mesh=grid["dp"]),
     }
     models = nn.ModuleList(make[kind]() for kind in kinds)
     for model in models:
@@ -229,6 +245,8 @@ def mixed_kinds(kinds: list[str]) -> tuple[float, list[torch.Tensor], list[int]]
         (["plain", "fsdp", "fsdp+tp", "owner"], 8.0, 0.125, [4]),
         (["plain", "fsdp", "fsdp+tp", "owner+tp"], 8.0, 0.125, [4]),
         (["tp", "fsdp of a slice", "plain", "owner+tp"], 8.0, 0.125, [2, 2, 4]),
+        (["plain", "fsdp", "fsdp+tp", "ddp owner"], 8.0, 0.125, [4]),
+        (["plain", "fsdp", "ddp owner", "ddp owner+tp"], 8.0, 0.125, [4]),
         (["plain"], 4.0, 0.25, []),
     ],
     ids=str,

@@ -377,6 +377,7 @@ def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
     loss_of(oracle, 0).backward()
     optimizer.step()
     reference.step()
+    copy.deepcopy(optimizer.state_dict())  # as those do who keep the last good one in memory
     if dist.get_rank() < 1 and "tp" not in sizes and param_dtype is None:
         model.state_dict()  # as scripts for DDP do, on one rank alone
     state, optim = model.state_dict(), get_optimizer_state_dict(model, optimizer)["state"]

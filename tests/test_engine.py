@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 import dmuon
 from dmuon import base
 from dmuon.runtime import find_runtime
+from layouts import FEWER, LAYOUTS, RESIDENCIES, Sizes, build, dedicate_on, distribute
 from models import (
     Transformer,
     assert_weights_close,
-    build,
     dedicate,
     full_weights,
     is_proj,
@@ -32,22 +32,17 @@ from models import (
 )
 from reference import ReferenceMuon
 
-LAYOUTS = [
-    pytest.param((4,), True, id="fsdp-while_used"),
-    pytest.param((4,), False, id="fsdp-until_backward_done"),
-    pytest.param((2, 2), True, id="hsdp-while_used"),
-    pytest.param((2, 2), False, id="hsdp-until_backward_done"),
-]
 
-
-def seeds_of(step: int) -> list[int]:
-    return [1000 * step + rank for rank in range(dist.get_world_size())]
+def seeds_of(model: nn.Module, step: int) -> tuple[int, list[int]]:
+    """This rank's number among the data-parallel ranks, and a seed for each of them."""
+    layout = find_runtime(model).layout
+    return layout.slot_of(layout.here), [1000 * step + rank for rank in range(layout.size)]
 
 
 def backward_both(model: nn.Module, oracle: nn.Module, step: int, loss: Any = loss_of) -> None:
     """One backward of the model on this rank's data, and the oracle's on everybody's."""
-    seeds = seeds_of(step)
-    loss(model, seeds[dist.get_rank()]).backward()
+    mine, seeds = seeds_of(model, step)
+    loss(model, seeds[mine]).backward()
     mean_backward(oracle, loss, seeds)
 
 
@@ -61,11 +56,11 @@ def step_both(optimizer: dmuon.Muon, reference: ReferenceMuon) -> None:
 # zero_grad between two backwards
 
 
-def drop_first_gradient(shape: tuple[int, ...], reshard: bool, how: str) -> None:
+def drop_first_gradient(sizes: Sizes, reshard: bool) -> None:
     model = Transformer()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
-    for step in range(3):
+    optimizer = build(model, sizes, reshard=reshard)
+    for step, how in enumerate(["optimizer", "model", "by hand"]):
         loss_of(model, 77 + step).backward()  # a step that is skipped: it must leave no trace
         if how == "optimizer":
             optimizer.zero_grad()
@@ -84,19 +79,18 @@ def drop_first_gradient(shape: tuple[int, ...], reshard: bool, how: str) -> None
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize("how", ["optimizer", "model", "by hand"])
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_dropped_gradients_leave_no_trace(ranks, shape, reshard, how):
-    ranks(4, drop_first_gradient, shape, reshard, how)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_dropped_gradients_leave_no_trace(ranks, sizes, reshard):
+    ranks(4, drop_first_gradient, sizes, reshard)
 
 
 # Accumulation
 
 
-def accumulate(shape: tuple[int, ...], reshard: bool) -> None:
+def accumulate(sizes: Sizes, reshard: bool) -> None:
     model = Transformer()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+    optimizer = build(model, sizes, reshard=reshard)
     for step in range(3):
         for micro in range(3):
             backward_both(model, oracle, 10 * step + micro)
@@ -104,18 +98,17 @@ def accumulate(shape: tuple[int, ...], reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_gradients_of_several_backwards_add_up(ranks, shape, reshard):
-    ranks(4, accumulate, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_gradients_of_several_backwards_add_up(ranks, sizes, reshard):
+    ranks(4, accumulate, sizes, reshard)
 
 
-def several_forwards_first(shape: tuple[int, ...], reshard: bool) -> None:
+def several_forwards_first(sizes: Sizes, reshard: bool) -> None:
     model = Transformer()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+    optimizer = build(model, sizes, reshard=reshard)
     for step in range(2):
-        first, second = seeds_of(2 * step), seeds_of(2 * step + 1)
-        rank = dist.get_rank()
+        (rank, first), (_, second) = seeds_of(model, 2 * step), seeds_of(model, 2 * step + 1)
         losses = [loss_of(model, first[rank]), loss_of(model, second[rank])]
         with torch.no_grad():
             loss_of(model, 5)  # an evaluation in between
@@ -127,9 +120,9 @@ def several_forwards_first(shape: tuple[int, ...], reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_several_forwards_before_their_backwards(ranks, shape, reshard):
-    ranks(4, several_forwards_first, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_several_forwards_before_their_backwards(ranks, sizes, reshard):
+    ranks(4, several_forwards_first, sizes, reshard)
 
 
 # Modules used twice, skipped, or in another order
@@ -192,40 +185,41 @@ def routed_loss(order: list[int]) -> Any:
     return loss
 
 
-def run_orders(shape: tuple[int, ...], reshard: bool, orders: list[list[int]], **kwargs: Any) -> None:
+def run_orders(sizes: Sizes, reshard: bool, orders: list[list[int]], **kwargs: Any) -> None:
     model = Routed(**kwargs)
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+    optimizer = build(model, sizes, reshard=reshard)
     for step, order in enumerate(orders):
         backward_both(model, oracle, step, routed_loss(order))
         for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
-            assert (p.grad is None) == (q.grad is None), name
+            took_part = "ddp" in sizes and is_proj(name, q)  # there, all do in every backward
+            assert (p.grad is None) == (q.grad is None and not took_part), name
         step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_layers_used_twice_in_one_forward(ranks, shape, reshard):
-    ranks(4, run_orders, shape, reshard, [[0, 1, 0, 2, 3, 3], [0, 0, 1, 2, 3], [3, 2, 1, 0, 1, 2, 3]])
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_layers_used_twice_in_one_forward(ranks, sizes, reshard):
+    ranks(4, run_orders, sizes, reshard, [[0, 1, 0, 2, 3, 3], [0, 0, 1, 2, 3], [3, 2, 1, 0, 1, 2, 3]])
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_layers_skipped_and_used_again(ranks, shape, reshard):
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_layers_skipped_and_used_again(ranks, sizes, reshard):
     # What was prefetched after the last order is skipped, goes old by the step, and is used again.
     orders = [[0, 1, 2, 3], [0, 2, 3], [0, 1, 3], [0, 1, 2], [1, 2, 3], [3], [0, 1, 2, 3], [2, 1, 0], [3, 0]]
-    ranks(4, run_orders, shape, reshard, orders)
+    ranks(4, run_orders, sizes, reshard, orders)
 
 
 @pytest.mark.parametrize("wrap", ["nested", "dataclass", "object", "closure"])
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS[:3])
-def test_outputs_of_any_kind(ranks, shape, reshard, wrap):
-    ranks(4, run_orders, shape, reshard, [[0, 1, 2, 3], [0, 1, 1, 3]], wrap=wrap)
+@pytest.mark.parametrize(("sizes", "reshard"), FEWER)
+def test_outputs_of_any_kind(ranks, sizes, reshard, wrap):
+    ranks(4, run_orders, sizes, reshard, [[0, 1, 2, 3], [0, 1, 1, 3]], wrap=wrap)
 
 
-def prefetched_then_stepped(shape: tuple[int, ...], reshard: bool) -> None:
+def prefetched_then_stepped(sizes: Sizes, reshard: bool) -> None:
     model = Routed()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+    optimizer = build(model, sizes, reshard=reshard)
     backward_both(model, oracle, 0, routed_loss([0, 1, 2, 3]))
     with torch.no_grad():  # prefetches layer 1 and leaves it unused, with the weights of before the step
         model(torch.ones(2, 6), [0])
@@ -236,15 +230,15 @@ def prefetched_then_stepped(shape: tuple[int, ...], reshard: bool) -> None:
         torch.testing.assert_close(model(x, [1, 2]), oracle(x, [1, 2]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_prefetched_weights_are_not_used_after_a_step(ranks, shape, reshard):
-    ranks(4, prefetched_then_stepped, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_prefetched_weights_are_not_used_after_a_step(ranks, sizes, reshard):
+    ranks(4, prefetched_then_stepped, sizes, reshard)
 
 
-def two_steps_without_forward(shape: tuple[int, ...], asynchronous: bool) -> None:
+def two_steps_without_forward(sizes: Sizes, asynchronous: bool) -> None:
     model = Routed()
     oracle, reference = with_oracle(model, weight_decay=0.1)
-    optimizer = build(model, make_mesh(shape), weight_decay=0.1, replicate_async=asynchronous)
+    optimizer = build(model, sizes, weight_decay=0.1, replicate_async=asynchronous)
     for step, order in enumerate([[0, 1, 2, 3], [0, 2, 3], [0, 1, 2, 3]]):
         backward_both(model, oracle, step, routed_loss(order))
         for _ in range(2):  # the same gradient twice
@@ -257,9 +251,9 @@ def two_steps_without_forward(shape: tuple[int, ...], asynchronous: bool) -> Non
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-def test_steps_without_a_forward_between(ranks, shape, asynchronous):
-    ranks(4, two_steps_without_forward, shape, asynchronous)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_steps_without_a_forward_between(ranks, sizes, asynchronous):
+    ranks(4, two_steps_without_forward, sizes, asynchronous)
 
 
 # Use that depends on the rank
@@ -289,10 +283,10 @@ class SometimesLayer(nn.Module):
         return x + self.b_proj(x) if use else x
 
 
-def use_on_some(shape: tuple[int, ...], reshard: bool) -> None:
+def use_on_some(sizes: Sizes, reshard: bool) -> None:
     model = Sometimes()
     oracle, reference = with_oracle(model, weight_decay=0.1)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard, weight_decay=0.1)
+    optimizer = build(model, sizes, reshard=reshard, weight_decay=0.1)
     for step, users in enumerate([{0}, {1, 3}, set(), {3}, {0, 1, 2, 3}, set()]):
 
         def loss(m: nn.Module, seed: int, users: set[int] = users) -> torch.Tensor:
@@ -306,29 +300,29 @@ def use_on_some(shape: tuple[int, ...], reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_a_parameter_used_on_some_ranks_only(ranks, shape, reshard):
-    ranks(4, use_on_some, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_a_parameter_used_on_some_ranks_only(ranks, sizes, reshard):
+    ranks(4, use_on_some, sizes, reshard)
 
 
 # Initial weights, and weights changed by others
 
 
-def different_seeds(shape: tuple[int, ...]) -> None:
-    rank = dist.get_rank()
-    torch.manual_seed(rank)
+def different_seeds(sizes: Sizes) -> None:
+    torch.manual_seed(dist.get_rank() // sizes.get("tp", 1))  # parallelize_module expects equal ones
     model = Routed()
     mine = {name: p.detach().clone() for name, p in model.named_parameters()}
-    dedicate(model, make_mesh(shape), predicate=is_proj)
+    distribute(model, sizes)
     records = dmuon.get_dedicated_params(model)
     owners: list[Any] = [None] * 4
     dist.all_gather_object(owners, mine)
     expected = {r.param_name: owners[r.owner_rank][r.param_name] for r in records}
-    shard(model, make_mesh(shape))
     seen = {}
     for record in records:
         record.module.register_forward_pre_hook(
-            lambda module, args, name=record.param_name: seen.update({name: module.weight.detach().clone()})
+            lambda module, args, name=record.param_name: seen.update(
+                {name: dmuon.full_tensor(module.weight).detach().clone()}
+            )
         )
     model(torch.ones(2, 6), [0, 1, 2, 3])
     for name, weight in expected.items():
@@ -336,19 +330,23 @@ def different_seeds(shape: tuple[int, ...]) -> None:
     weights = full_weights(model)
     for record in records:
         assert torch.equal(weights[record.param_name], expected[record.param_name])
+        piece = record.piece()
         if record.keeps_weight:
-            assert torch.equal(record.local, expected[record.param_name])
+            assert torch.equal(record.local, piece)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1), (1, 4)], ids=str)
-def test_the_owners_weights_win(ranks, shape):
-    ranks(4, different_seeds, shape)
+@pytest.mark.parametrize(
+    "sizes",
+    [*LAYOUTS, *(pytest.param({"replicate": r, "shard": 4 // r}, id=f"hsdp{r}x{4 // r}") for r in (1, 4))],
+)
+def test_the_owners_weights_win(ranks, sizes):
+    ranks(4, different_seeds, sizes)
 
 
-def change_weights(shape: tuple[int, ...], reshard: bool) -> None:
+def change_weights(sizes: Sizes, reshard: bool) -> None:
     model = Routed()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+    optimizer = build(model, sizes, reshard=reshard)
     order = [0, 1, 2, 3]
     with torch.no_grad():
         model(torch.ones(2, 6), order)
@@ -357,9 +355,10 @@ def change_weights(shape: tuple[int, ...], reshard: bool) -> None:
         with torch.no_grad():  # in place, after they were gathered for the evaluation
             p.mul_(0.5)
             q.mul_(0.5)
-    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
-        p.data.mul_(0.5)  # and past autograd's version counter
-        q.data.mul_(0.5)
+    if "ddp" not in sizes:  # where weights are gathered for every forward
+        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+            p.data.mul_(0.5)  # and past autograd's version counter
+            q.data.mul_(0.5)
     backward_both(model, oracle, 0, routed_loss(order))
     step_both(optimizer, reference)
     assert_weights_close(model, oracle)
@@ -378,14 +377,14 @@ def change_weights(shape: tuple[int, ...], reshard: bool) -> None:
         torch.testing.assert_close(model(x, order), oracle(x, order), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_weights_changed_after_an_evaluation_are_used(ranks, shape, reshard):
-    ranks(4, change_weights, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_weights_changed_after_an_evaluation_are_used(ranks, sizes, reshard):
+    ranks(4, change_weights, sizes, reshard)
 
 
 def change_between_forward_and_backward() -> str:
     model = Routed()
-    optimizer = build(model, make_mesh((2,)))
+    optimizer = build(model, {"dp": 2})
     routed_loss([0, 1, 2, 3])(model, 0).backward()
     loss = routed_loss([0, 1, 2, 3])(model, 1)
     optimizer.step()
@@ -444,11 +443,11 @@ class FragileLayer(Layer):
         return self.out_proj(y)
 
 
-def fail_and_go_on(shape: tuple[int, ...], reshard: bool) -> None:
+def fail_and_go_on(sizes: Sizes, reshard: bool) -> None:
     model = Fragile()
     model.layers = nn.ModuleList(FragileLayer(6, None) for _ in range(4))
     oracle, reference = with_oracle(model)
-    dedicate(model, make_mesh(shape), predicate=lambda name, p: p.ndim == 2)
+    dedicate_on(model, sizes, predicate=lambda name, p: p.ndim == 2, reshard=reshard)
     for p in (*model.parameters(), *oracle.parameters()):
         p.requires_grad_(p.ndim == 2)  # no base parameters: what FSDP2 does after an exception is its own
     reference = ReferenceMuon(oracle, lambda name, p: p.ndim == 2)
@@ -476,44 +475,9 @@ def fail_and_go_on(shape: tuple[int, ...], reshard: bool) -> None:
         torch.testing.assert_close(model(x, [0, 1, 2, 3]), oracle(x, [0, 1, 2, 3]), atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_iterations_that_raise_leave_nothing_behind(ranks, shape, reshard):
-    ranks(4, fail_and_go_on, shape, reshard)
-
-
-# Recomputation
-
-
-class Recomputed(Routed):
-    mode = True
-
-    def forward(self, x: torch.Tensor, order: list[int]) -> torch.Tensor:
-        for index in order:
-            x = x + checkpoint(self.layers[index], x, use_reentrant=self.mode)
-        return self.head(x)
-
-
-def recompute(shape: tuple[int, ...], reshard: bool, reentrant: bool) -> None:
-    model = Recomputed()
-    model.mode = reentrant
-    oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
-
-    def loss(m: nn.Module, seed: int) -> torch.Tensor:
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        # FSDP2's own gradients are wrong where reentrant recomputation meets a layer used twice.
-        return m(x, [0, 1, 2, 3] if reentrant else [0, 1, 2, 3, 1]).square().mean()
-
-    for step in range(3):
-        backward_both(model, oracle, step, loss)
-        step_both(optimizer, reference)
-        assert_weights_close(model, oracle)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS[:3])
-def test_activation_checkpointing(ranks, shape, reshard, reentrant):
-    ranks(4, recompute, shape, reshard, reentrant)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_iterations_that_raise_leave_nothing_behind(ranks, sizes, reshard):
+    ranks(4, fail_and_go_on, sizes, reshard)
 
 
 # Dtypes
@@ -540,10 +504,10 @@ class MixedLayer(nn.Module):
         return self.b_proj(torch.tanh(self.a_proj(x)).double()).float()
 
 
-def mixed_dtypes(shape: tuple[int, ...], reshard: bool) -> None:
+def mixed_dtypes(sizes: Sizes, reshard: bool) -> None:
     model = Mixed()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
+    optimizer = build(model, sizes, reshard=reshard)
 
     def loss(m: nn.Module, seed: int) -> torch.Tensor:
         return m(torch.randn(5, 6, generator=torch.Generator().manual_seed(seed))).square().mean()
@@ -556,9 +520,9 @@ def mixed_dtypes(shape: tuple[int, ...], reshard: bool) -> None:
         assert p.dtype == q.dtype, name
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_each_parameter_keeps_its_own_dtype(ranks, shape, reshard):
-    ranks(4, mixed_dtypes, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_each_parameter_keeps_its_own_dtype(ranks, sizes, reshard):
+    ranks(4, mixed_dtypes, sizes, reshard)
 
 
 def mixed_precision(shape: tuple[int, ...], explicit: bool) -> None:
@@ -636,16 +600,15 @@ def test_the_model_may_change_its_dtype(ranks, shape):
 # Meta device
 
 
-def from_meta(shape: tuple[int, ...]) -> None:
+def from_meta(sizes: Sizes) -> None:
     with torch.device("meta"):
         model = Transformer()
-    mesh = make_mesh(shape)
-    dedicate(model, mesh, predicate=is_proj)
-    shard(model, mesh)
+    distribute(model, sizes)
     model.to_empty(device="cpu")
-    torch.manual_seed(5)
     with torch.no_grad():
-        for p in model.parameters():
+        for seed, p in enumerate(model.parameters()):
+            # On CPU, ranks that hold pieces of different sizes draw different amounts.
+            torch.manual_seed(seed)
             nn.init.normal_(p, std=0.2)
     optimizer = dmuon.Muon(model)
     initial = full_weights(model)
@@ -660,9 +623,9 @@ def from_meta(shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-def test_meta_initialisation(ranks, shape):
-    ranks(4, from_meta, shape)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_meta_initialisation(ranks, sizes):
+    ranks(4, from_meta, sizes)
 
 
 def meta_without_to_empty() -> None:
@@ -680,10 +643,10 @@ def test_meta_weights_that_nobody_materialised(ranks):
 # What stands around the step
 
 
-def clip(shape: tuple[int, ...], max_norm: float) -> None:
+def clip(sizes: Sizes, max_norm: float) -> None:
     model = Transformer()
     oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape))
+    optimizer = build(model, sizes)
     for step in range(3):
         for micro in range(2):  # clipped after each backward: the second sees the first one's result
             backward_both(model, oracle, 2 * step + micro)
@@ -699,9 +662,9 @@ def clip(shape: tuple[int, ...], max_norm: float) -> None:
 
 
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-def test_torchs_own_clipping(ranks, shape, max_norm):
-    ranks(4, clip, shape, max_norm)
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"replicate": 2, "shard": 2}], ids=str)
+def test_torchs_own_clipping(ranks, sizes, max_norm):
+    ranks(4, clip, sizes, max_norm)
 
 
 def nothing_left_for_fsdp2(shape: tuple[int, ...], ignored: bool) -> None:
@@ -745,8 +708,8 @@ def two_models() -> None:
         return pair[1](pair[0](x)).square().mean()
 
     for step in range(3):
-        seeds = seeds_of(step)
-        loss(models, seeds[dist.get_rank()]).backward()
+        mine, seeds = seeds_of(models[0], step)
+        loss(models, seeds[mine]).backward()
         mean_backward(oracles, loss, seeds)
         for which in (0, 1):
             if step != which:  # one of the two rests, and keeps its gradient for the next step
@@ -804,9 +767,9 @@ def test_layers_that_return_their_weights(ranks, reshard):
     ranks(4, returned_weights, reshard)
 
 
-def forgotten_model(shape: tuple[int, ...]) -> None:
+def forgotten_model(sizes: Sizes) -> None:
     model = Transformer()
-    optimizer = build(model, make_mesh(shape))
+    optimizer = build(model, sizes)
     for step in range(2):
         loss_of(model, step).backward()
         optimizer.step()
@@ -818,96 +781,9 @@ def forgotten_model(shape: tuple[int, ...]) -> None:
     assert layer() is None, "something keeps the model alive"
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
-def test_a_model_that_nobody_holds_is_freed(ranks, shape):
-    ranks(4, forgotten_model, shape)
-
-
-class InsideBlock(nn.Module):
-    reentrant = True
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = Layer(6, None)
-        self.second = Layer(6, None)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + checkpoint(self.first, x, use_reentrant=self.reentrant)
-        return x + checkpoint(self.second, x, use_reentrant=self.reentrant)
-
-
-class InsideModel(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(InsideBlock() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def recompute_inside(shape: tuple[int, ...], reshard: bool, reentrant: bool) -> None:
-    model = InsideModel()
-    for layer in model.layers:
-        layer.reentrant = reentrant
-    oracle, reference = with_oracle(model)
-    optimizer = build(model, make_mesh(shape), reshard_after_forward=reshard)
-
-    def loss(m: nn.Module, seed: int) -> torch.Tensor:
-        x = torch.randn(5, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        return m(x).square().mean()
-
-    for step in range(2):
-        backward_both(model, oracle, step, loss)
-        for record in dmuon.get_dedicated_params(model):
-            assert record.module.weight is record.resting
-        step_both(optimizer, reference)
-        assert_weights_close(model, oracle)
-
-
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS[:3])
-def test_activation_checkpointing_inside_a_layer(ranks, shape, reshard, reentrant):
-    ranks(4, recompute_inside, shape, reshard, reentrant)
-
-
-class Alternating(nn.Module):
-    """Every other layer is recomputed, and one matrix is used on some ranks only."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(SometimesLayer() for _ in range(4))
-
-    def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        for index, layer in enumerate(self.layers):
-            if index % 2:
-                x = checkpoint(layer, x, False, use_reentrant=True)
-            else:
-                x = layer(x, use and index == 2)
-        return x
-
-
-def some_ranks_and_recomputation(process_groups: str) -> None:
-    model = Alternating()
-    oracle, reference = with_oracle(model)
-    mesh = make_mesh((2,))
-    dedicate(model, mesh, predicate=is_proj, process_groups=process_groups)
-    optimizer = dmuon.Muon(model)
-
-    def loss(m: nn.Module, seed: int) -> torch.Tensor:
-        x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        return m(x, seed % 2 == 0).square().mean()
-
-    for step in range(2):
-        backward_both(model, oracle, step, loss)
-        step_both(optimizer, reference)
-        assert_weights_close(model, oracle)
-
-
-@pytest.mark.parametrize("process_groups", ["isolated", "shared"])
-def test_one_order_of_reductions_whatever_a_rank_uses(ranks, process_groups):
-    ranks(2, some_ranks_and_recomputation, process_groups)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_model_that_nobody_holds_is_freed(ranks, sizes):
+    ranks(4, forgotten_model, sizes)
 
 
 class Detached(nn.Module):
@@ -930,13 +806,14 @@ class DetachedLayer(nn.Module):
         self.a_proj = nn.Linear(6, 6, bias=False)
 
     def forward(self, x: torch.Tensor, detach: bool) -> torch.Tensor:
-        return x @ (self.a_proj.weight.detach() if detach else self.a_proj.weight)
+        weight = self.a_proj.weight.detach() if detach else self.a_proj.weight
+        return x @ (weight.full_tensor() if isinstance(weight, DTensor) else weight)
 
 
-def detached_use(shape: tuple[int, ...], reshard: bool) -> None:
+def detached_use(sizes: Sizes, reshard: bool) -> None:
     model = Detached()
     oracle, reference = with_oracle(model)
-    dedicate(model, make_mesh(shape), predicate=is_proj, reshard_after_forward=reshard)
+    dedicate_on(model, sizes, reshard=reshard)
     optimizer = dmuon.Muon(model)
 
     def loss(m: nn.Module, seed: int) -> torch.Tensor:
@@ -949,9 +826,9 @@ def detached_use(shape: tuple[int, ...], reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_weights_are_there_for_uses_without_gradient(ranks, shape, reshard):
-    ranks(4, detached_use, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_weights_are_there_for_uses_without_gradient(ranks, sizes, reshard):
+    ranks(4, detached_use, sizes, reshard)
 
 
 def step_between_two_forwards() -> None:
@@ -1025,7 +902,7 @@ def test_a_boundary_that_is_never_called_is_refused(ranks):
 def average_after_the_step() -> None:
     """Code that reads the weights itself."""
     model = Transformer()
-    optimizer = build(model, make_mesh((2, 2)))
+    optimizer = build(model, {"replicate": 2, "shard": 2})
     loss_of(model, dist.get_rank()).backward()
     optimizer.step()
     optimizer.synchronize()

@@ -9,22 +9,12 @@ import torch.nn as nn
 from torch.optim import lr_scheduler
 
 import dmuon
-from models import (
-    InnerProducts,
-    Transformer,
-    agreed,
-    assert_histories_close,
-    build,
-    dedicate,
-    loss_of,
-    make_mesh,
-    random_targets,
-    shard,
-    train_on_targets,
-    train_oracle,
-)
+from layouts import LAYOUTS, RESIDENCIES, Sizes, build, dedicate_on, distribute, replicas_of, shard
+from models import InnerProducts, Transformer, agreed, loss_of
+from targets import assert_histories_close, random_targets, train_on_targets, train_oracle
 
-MESHES = [pytest.param((4,), id="fsdp"), pytest.param((2, 2), id="hsdp")]
+MESHES = [pytest.param({"dp": 4}, id="fsdp"), pytest.param({"replicate": 2, "shard": 2}, id="hsdp")]
+DP2: Sizes = {"dp": 2}
 ORTHOGONAL = 0.765439  # what Newton-Schulz makes of the four singular values of a 4x4 identity
 MATRICES = ["layers.0.weight", "layers.1.weight", "layers.2.weight"]
 BASE = "layers.3.weight"  # the layer that AdamW has
@@ -36,14 +26,10 @@ class Identities:
     So a step moves the diagonals by the learning rate, times `ORTHOGONAL` for Muon, and nothing else.
     """
 
-    def __init__(
-        self, shape: tuple[int, ...], groups: Any = None, *, reshard: bool = True, **muon: Any
-    ) -> None:
+    def __init__(self, sizes: Sizes, groups: Any = None, *, reshard: bool = True, **muon: Any) -> None:
         self.model = InnerProducts([torch.eye(4)] * 4)
-        mesh = make_mesh(shape)
-        records = dedicate(self.model, mesh, predicate=is_no_base, reshard_after_forward=reshard)
-        assert [record.param_name for record in records] == MATRICES
-        shard(self.model, mesh, reshard_after_forward=reshard)
+        distribute(self.model, sizes, predicate=is_no_base, reshard=reshard)
+        assert [record.param_name for record in dmuon.get_dedicated_params(self.model)] == MATRICES
         self.optimizer = dmuon.Muon(self.model, param_groups=groups, **muon)
 
     def loss(self) -> torch.Tensor:
@@ -86,7 +72,7 @@ def assert_moved(found: list[float], muon: list[float], adamw: float) -> None:
 # How groups are given
 
 
-def groups_of_every_form(shape: tuple[int, ...]) -> list[list[list[str]]]:
+def groups_of_every_form(sizes: Sizes) -> list[list[list[str]]]:
     """The same groups, named in every way that is allowed."""
     first, _, third, base = [*MATRICES, BASE]
 
@@ -100,7 +86,7 @@ def groups_of_every_form(shape: tuple[int, ...]) -> list[list[list[str]]]:
             ({"params": filter(lambda item: item[0] in (first, third), named.items())}, {"params": [base]}),
         ]
 
-    mesh = Identities(shape)
+    mesh = Identities(sizes)
     named = dict(mesh.model.named_parameters())
     found = []
     for groups in forms(named):
@@ -112,20 +98,20 @@ def groups_of_every_form(shape: tuple[int, ...]) -> list[list[list[str]]]:
 
 
 def test_parameters_by_name_object_pair_or_generator(ranks):
-    for found in agreed(ranks, (2,), groups_of_every_form):
+    for found in agreed(ranks, DP2, groups_of_every_form):
         assert found == [[MATRICES[0], MATRICES[2]], [BASE], [MATRICES[1]]]  # the unlisted one comes last
 
 
-def default_groups(shape: tuple[int, ...]) -> list[tuple[str, list[str], float]]:
+def default_groups(sizes: Sizes) -> list[tuple[str, list[str], float]]:
     model = Transformer(depth=1)
     model.layers[0].norm2.bias.requires_grad_(False)
-    optimizer = build(model, make_mesh(shape), lr=0.3, adamw_lr=0.4)
+    optimizer = build(model, sizes, lr=0.3, adamw_lr=0.4)
     names = {id(param): name for name, param in model.named_parameters()}
     return [(g["algorithm"], [names[id(p)] for p in g["params"]], g["lr"]) for g in optimizer.param_groups]
 
 
 def test_without_groups_there_is_one_of_each_algorithm(ranks):
-    muon, adamw = agreed(ranks, (2,), default_groups)
+    muon, adamw = agreed(ranks, DP2, default_groups)
     every = [name for name, _ in Transformer(depth=1).named_parameters()]
     matrices = [name for name in every if name.endswith("_proj.weight")]
     assert muon == ("muon", matrices, 0.3)
@@ -136,10 +122,10 @@ def test_without_groups_there_is_one_of_each_algorithm(ranks):
 # Settings of their own
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_each_group_trains_by_its_own_settings(ranks, shape):
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_each_group_trains_by_its_own_settings(ranks, sizes):
     weights = [torch.randn(size) for size in [(5, 3), (3, 5), (4, 4), (6, 2)]]
-    targets = random_targets(weights, steps=3, ranks=4)
+    targets = random_targets(weights, steps=3, ranks=replicas_of(sizes))
     settings = [
         ({}, {}),
         (
@@ -157,14 +143,14 @@ def test_each_group_trains_by_its_own_settings(ranks, shape):
     ]
     groups = [{"params": f"layers.{i}.weight", **own} for i, (own, _) in enumerate(settings) if own]
     common = {"lr": 0.1, "weight_decay": 0.1}
-    history = agreed(ranks, shape, train_on_targets, weights, targets, param_groups=groups, **common)
+    history = agreed(ranks, sizes, train_on_targets, weights, targets, param_groups=groups, **common)
     for index, (_, own) in enumerate(settings):
         alone = [[[by_weight[index]] for by_weight in by_rank] for by_rank in targets]
         expected = train_oracle([weights[index]], alone, **{**common, **own})
         assert_histories_close([[step[index]] for step in history], expected)
 
 
-def zero_settings(shape: tuple[int, ...]) -> list[list[float]]:
+def zero_settings(sizes: Sizes) -> list[list[float]]:
     groups = [
         {"params": MATRICES[0], "lr": 0.0},
         {"params": MATRICES[1], "weight_decay": 0.0},
@@ -172,7 +158,7 @@ def zero_settings(shape: tuple[int, ...]) -> list[list[float]]:
         {"params": BASE, "lr": 0.0, "betas": (0.0, 0.0)},
     ]
     settings = {"lr": 0.02, "weight_decay": 0.5, "adamw_lr": 0.1, "adamw_weight_decay": 0.5}
-    trained = Identities(shape, groups, **settings)
+    trained = Identities(sizes, groups, **settings)
     untouched = trained.step()
     for group in trained.optimizer.param_groups[:3]:
         group["lr"] = 0.1
@@ -180,9 +166,9 @@ def zero_settings(shape: tuple[int, ...]) -> list[list[float]]:
     return [untouched, trained.step()]
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_zero_is_a_setting_and_not_a_default(ranks, shape):
-    untouched, moved = agreed(ranks, shape, zero_settings)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_zero_is_a_setting_and_not_a_default(ranks, sizes):
+    untouched, moved = agreed(ranks, sizes, zero_settings)
     assert untouched[0] == untouched[2] == untouched[3] == 0
     assert untouched[1] == pytest.approx(0.02 * ORTHOGONAL, abs=1e-6)
     # 0.05 is the decay, in the groups that have one, of a diagonal that is still one.
@@ -191,12 +177,12 @@ def test_zero_is_a_setting_and_not_a_default(ranks, shape):
     assert moved[3] == pytest.approx(0.1, abs=1e-6)
 
 
-def tensor_lr(shape: tuple[int, ...], as_tensor: bool) -> list[list[float]]:
+def tensor_lr(sizes: Sizes, as_tensor: bool) -> list[list[float]]:
     rates = [0.02, 0.001, 0.05]
     if as_tensor:
         rates = [torch.tensor(rate) for rate in rates]
     groups = [{"params": MATRICES[1], "lr": rates[2]}]
-    trained = Identities(shape, groups, lr=rates[0], adamw_lr=rates[1])
+    trained = Identities(sizes, groups, lr=rates[0], adamw_lr=rates[1])
     scheduler = lr_scheduler.LambdaLR(trained.optimizer, lambda epoch: 0.5**epoch)
     moved = [trained.step()]
     scheduler.step()
@@ -212,9 +198,9 @@ def tensor_lr(shape: tuple[int, ...], as_tensor: bool) -> list[list[float]]:
 
 
 @pytest.mark.parametrize("as_tensor", [False, True], ids=["float", "tensor"])
-@pytest.mark.parametrize("shape", MESHES)
-def test_learning_rate_may_be_a_tensor(ranks, shape, as_tensor):
-    first, halved, filled = agreed(ranks, shape, tensor_lr, as_tensor)
+@pytest.mark.parametrize("sizes", MESHES)
+def test_learning_rate_may_be_a_tensor(ranks, sizes, as_tensor):
+    first, halved, filled = agreed(ranks, sizes, tensor_lr, as_tensor)
     assert_moved(first, [0.02, 0.05, 0.02], 0.001)
     assert_moved(halved, [0.01, 0.025, 0.01], 0.0005)
     assert_moved(filled, [0.2, 0.2, 0.2], 0.2)
@@ -223,13 +209,13 @@ def test_learning_rate_may_be_a_tensor(ranks, shape, as_tensor):
 # Schedulers
 
 
-def schedule_three_groups(shape: tuple[int, ...], reshard: bool) -> dict[str, list]:
+def schedule_three_groups(sizes: Sizes, reshard: bool) -> dict[str, list]:
     groups = [
         {"params": MATRICES[:2], "lr": 0.02, "weight_decay": 0.1},
         {"params": [BASE], "lr": 0.001},
         {"params": [MATRICES[2]], "lr": 0.02, "weight_decay": 0.0},
     ]
-    trained = Identities(shape, groups, reshard=reshard, weight_decay=0.7)
+    trained = Identities(sizes, groups, reshard=reshard, weight_decay=0.7)
     scheduler = lr_scheduler.LambdaLR(trained.optimizer, lambda epoch: 0.5**epoch)
     decays = [group.get("weight_decay") for group in trained.optimizer.param_groups]
     rates, moved = [], []
@@ -249,10 +235,9 @@ def schedule_three_groups(shape: tuple[int, ...], reshard: bool) -> dict[str, li
     return {"rates": rates, "moved": moved, "decays": decays}
 
 
-@pytest.mark.parametrize("reshard", [True, False], ids=["while_used", "until_backward_done"])
-@pytest.mark.parametrize("shape", MESHES)
-def test_a_scheduler_acts_on_every_group_and_after_a_load(ranks, shape, reshard):
-    found = agreed(ranks, shape, schedule_three_groups, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_a_scheduler_acts_on_every_group_and_after_a_load(ranks, sizes, reshard):
+    found = agreed(ranks, sizes, schedule_three_groups, reshard)
     assert found["decays"] == [0.1, 0.0, 0.0]
     factors = [1, 0.5, 0.5, 0.25]
     assert found["rates"] == [[0.02 * f, 0.001 * f, 0.02 * f] for f in factors]
@@ -280,10 +265,10 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 }
 
 
-def rates_under(shape: tuple[int, ...], name: str) -> list[tuple[list[float], list[float], list[float]]]:
+def rates_under(sizes: Sizes, name: str) -> list[tuple[list[float], list[float], list[float]]]:
     """By step: our groups' rates, those of a plain SGD under the same scheduler, and what moved."""
     groups = [{"params": MATRICES[:2], "lr": 0.02}, {"params": BASE, "lr": 0.001}]
-    trained = Identities(shape, groups, lr=0.1)
+    trained = Identities(sizes, groups, lr=0.1)
     plain = torch.optim.SGD(
         [{"params": torch.zeros(1), "lr": group["lr"]} for group in trained.optimizer.param_groups]
     )
@@ -302,7 +287,7 @@ def rates_under(shape: tuple[int, ...], name: str) -> list[tuple[list[float], li
 
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_torchs_schedulers(ranks, name):
-    steps = agreed(ranks, (2,), rates_under, name)
+    steps = agreed(ranks, DP2, rates_under, name)
     for rates, plain, moved in steps:
         assert rates == plain
         assert_moved(moved, [rates[0], rates[0], rates[2]], rates[1])
@@ -312,9 +297,9 @@ def test_torchs_schedulers(ranks, name):
 # Closures
 
 
-def train_by_closure(shape: tuple[int, ...], closed: bool) -> dict[str, Any]:
+def train_by_closure(sizes: Sizes, closed: bool) -> dict[str, Any]:
     model = Transformer(depth=1)
-    optimizer = build(model, make_mesh(shape))
+    optimizer = build(model, sizes)
     losses = []
     for step in range(2):
 
@@ -333,10 +318,10 @@ def train_by_closure(shape: tuple[int, ...], closed: bool) -> dict[str, Any]:
     return {"losses": losses, "weights": [dmuon.full_tensor(p).detach().clone() for p in model.parameters()]}
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_a_closure_is_run_with_gradients_and_its_loss_returned(ranks, shape):
-    closed = agreed(ranks, shape, train_by_closure, True)
-    plain = agreed(ranks, shape, train_by_closure, False)
+@pytest.mark.parametrize("sizes", MESHES)
+def test_a_closure_is_run_with_gradients_and_its_loss_returned(ranks, sizes):
+    closed = agreed(ranks, sizes, train_by_closure, True)
+    plain = agreed(ranks, sizes, train_by_closure, False)
     assert closed["losses"] == plain["losses"]
     for one, other in zip(closed["weights"], plain["weights"], strict=True):
         assert torch.equal(one, other)
@@ -345,9 +330,9 @@ def test_a_closure_is_run_with_gradients_and_its_loss_returned(ranks, shape):
 # Groups that come later
 
 
-def add_groups_later(shape: tuple[int, ...]) -> list[list[float]]:
+def add_groups_later(sizes: Sizes) -> list[list[float]]:
     """A matrix and a base parameter that are frozen at first, and get groups of their own when they thaw."""
-    trained = Identities(shape)
+    trained = Identities(sizes)
     named = dict(trained.model.named_parameters())
     late = [named[MATRICES[1]], named[BASE]]
     for param in late:
@@ -363,9 +348,9 @@ def add_groups_later(shape: tuple[int, ...]) -> list[list[float]]:
     return moved
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_groups_may_be_added_later(ranks, shape):
-    before, after = agreed(ranks, shape, add_groups_later)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_groups_may_be_added_later(ranks, sizes):
+    before, after = agreed(ranks, sizes, add_groups_later)
     assert_moved(before, [0.02, 0, 0.02], 0)
     assert_moved(after, [0.02, 0.05, 0.02], 0.003)
 
@@ -429,9 +414,9 @@ IN_GROUPS = [({"param_groups": [{"params": MATRICES[1], **own}]}, word) for own,
 REFUSED = [*BAD_SETTINGS, *IN_GROUPS, *BAD_ELSEWHERE]
 
 
-def refuse(shape: tuple[int, ...]) -> list[str]:
+def refuse(sizes: Sizes) -> list[str]:
     """The kind of exception and the message of every bad setting; a good optimizer can be made afterwards."""
-    trained = Identities(shape)
+    trained = Identities(sizes)
     messages = []
     for settings, _ in REFUSED:
         try:
@@ -447,17 +432,17 @@ def refuse(shape: tuple[int, ...]) -> list[str]:
 def test_bad_settings_are_refused_by_name(ranks):
     wrong = [
         f"{settings}: {message}"
-        for (settings, word), message in zip(REFUSED, agreed(ranks, (2,), refuse), strict=True)
+        for (settings, word), message in zip(REFUSED, agreed(ranks, DP2, refuse), strict=True)
         if not (message.startswith("ValueError: ") and word in message)
     ]
     assert not wrong, "\n".join(wrong)
 
 
-def stale_parameters(shape: tuple[int, ...]) -> list[str]:
+def stale_parameters(sizes: Sizes) -> list[str]:
     """Parameters collected too early: before dedicate_params, and before fully_shard."""
-    model, mesh = InnerProducts([torch.eye(4)] * 4), make_mesh(shape)
+    model = InnerProducts([torch.eye(4)] * 4)
     oldest = list(model.parameters())
-    dedicate(model, mesh, predicate=is_no_base)
+    mesh = dedicate_on(model, sizes, predicate=is_no_base)
     older = list(model.parameters())
     shard(model, mesh)
     messages = []
@@ -471,14 +456,14 @@ def stale_parameters(shape: tuple[int, ...]) -> list[str]:
 
 
 def test_parameters_that_were_collected_too_early(ranks):
-    for message in agreed(ranks, (2,), stale_parameters):
+    for message in agreed(ranks, DP2, stale_parameters):
         assert "fully_shard" in message
         assert "name" in message
 
 
-def settings_spoiled_later(shape: tuple[int, ...]) -> list[str]:
+def settings_spoiled_later(sizes: Sizes) -> list[str]:
     """A setting that becomes nonsense between steps is refused by the next step, which changes nothing."""
-    trained = Identities(shape)
+    trained = Identities(sizes)
     trained.step()
     before = trained.diagonals()
     messages = []
@@ -496,4 +481,4 @@ def settings_spoiled_later(shape: tuple[int, ...]) -> list[str]:
 
 
 def test_a_setting_spoiled_between_steps_is_refused_by_the_step(ranks):
-    assert len(agreed(ranks, (2,), settings_spoiled_later)) == 4
+    assert len(agreed(ranks, DP2, settings_spoiled_later)) == 4

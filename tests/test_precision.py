@@ -11,15 +11,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import dmuon
-from layouts import data_rank, make_mesh
+from layouts import LAYOUTS, data_rank, distribute, make_mesh
 from models import InnerProducts, assert_ranks_equal, everything, full_weights
 from reference import ReferenceMuon
 
-LAYOUTS = [
-    pytest.param({"dp": 4}, id="dp4"),
-    pytest.param({"replicate": 2, "shard": 2}, id="hsdp2x2"),
-    pytest.param({"ddp": 4}, id="ddp4"),
-]
 SHAPES = [(5, 3), (2, 6), (4, 4)]
 
 
@@ -27,15 +22,7 @@ def build(sizes: dict[str, int], dtype: torch.dtype, master: torch.dtype | None,
     """Matrices of `dtype`, whose gradients are given and exact in bfloat16."""
     torch.manual_seed(1)
     model = InnerProducts([torch.randn(shape).to(dtype) for shape in SHAPES])
-    mesh = make_mesh(sizes)
-    options = {"predicate": everything, "master_dtype": master}
-    if "ddp" in sizes:
-        dmuon.dedicate_params_ddp(model, mesh["dp"], **options)
-    else:
-        replicas = mesh["replicate"] if mesh.ndim == 2 else None
-        dmuon.dedicate_params(model, mesh[mesh.mesh_dim_names[-1]], replicate_mesh=replicas, **options)
-        for module in (*model.layers, model):
-            fully_shard(module, mesh=mesh)
+    distribute(model, sizes, predicate=everything, master_dtype=master)
     return model, dmuon.Muon(model, **muon)
 
 

@@ -8,18 +8,9 @@ import torch.distributed as dist
 
 import dmuon
 from dmuon.parameter import local_part
-from layouts import Model, build, data_rank, is_proj, loss_of
+from layouts import LAYOUTS, Model, build, data_rank, is_proj, loss_of
 from models import assert_weights_close, full_weights, mean_backward
 from reference import ReferenceMuon
-
-LAYOUTS = [
-    pytest.param({"dp": 4}, id="dp4"),
-    pytest.param({"replicate": 2, "shard": 2}, id="hsdp2x2"),
-    pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
-    pytest.param({"replicate": 2, "shard": 1, "tp": 2}, id="hsdp2x1-tp2"),
-    pytest.param({"ddp": 4}, id="ddp4"),
-    pytest.param({"ddp": 2, "tp": 2}, id="ddp2-tp2"),
-]
 
 
 def scaled(sizes: dict[str, int], stock: bool, bad: tuple[int, str]) -> None:

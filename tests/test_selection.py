@@ -9,9 +9,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import dmuon
-from models import Block, Transformer, agreed, dedicate, make_mesh, shard
+import layouts
+from models import Block, Transformer, agreed, dedicate, make_mesh
 
 WIDTH, VOCAB = 6, 11
 # The matrices of `Block`, in module order.
@@ -354,11 +357,24 @@ def test_only_linear_layers_of_one_of_each_kind(ranks):
     assert_chosen(ranks, Everything, ["linear.weight"])
 
 
-def groups_of_everything(shape: tuple[int, ...]) -> tuple[dict[str, list[str]], str]:
+def distribute_everything(model: nn.Module, sizes: layouts.Sizes) -> None:
+    mesh = layouts.make_mesh(sizes)
+    if "tp" in sizes:
+        plan = {"linear": ColwiseParallel(output_layouts=Replicate())}
+        parallelize_module(model, mesh["tp"], plan)
+    if "ddp" in sizes:
+        tp = "_tp" if "tp" in sizes else ""
+        getattr(dmuon, f"dedicate_params_ddp{tp}")(model, mesh["dp"])
+        getattr(dmuon, f"replicate{tp}")(model, mesh["dp"])
+    else:
+        layouts.dedicate(model, mesh, predicate=None)
+        fully_shard(model, mesh=mesh["replicate", "shard"] if "replicate" in sizes else mesh["dp"])
+
+
+def groups_of_everything(sizes: layouts.Sizes) -> tuple[dict[str, list[str]], str]:
     """The names in each algorithm's groups, and the logged summary."""
-    model, mesh = Everything(), make_mesh(shape)
-    dedicate(model, mesh)
-    shard(model, mesh)
+    model = Everything()
+    distribute_everything(model, sizes)
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -383,9 +399,9 @@ def groups_of_everything(shape: tuple[int, ...]) -> tuple[dict[str, list[str]], 
     return groups, "\n".join(messages)
 
 
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_every_kind_has_its_algorithm(ranks, shape):
-    groups, table = agreed(ranks, shape, groups_of_everything)
+@pytest.mark.parametrize("sizes", layouts.LAYOUTS)
+def test_every_kind_has_its_algorithm(ranks, sizes):
+    groups, table = agreed(ranks, sizes, groups_of_everything)
     assert groups["muon"] == ["linear.weight"]
     everything = [name for name, _ in Everything().named_parameters()]
     assert sorted(groups["adamw"]) == sorted(set(everything) - {"linear.weight"})

@@ -1,54 +1,43 @@
 """Parameters without a gradient: unused in a step, on all ranks or on some, or frozen for good."""
 
+import contextlib
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dmuon
+import targets as given
 from dmuon.runtime import find_runtime
+from layouts import LAYOUTS, RESIDENCIES, Sizes, build, data_rank, replicas_of
 from models import (
     InnerProducts,
-    Targets,
     Transformer,
     agreed,
-    assert_histories_close,
     assert_weights_close,
-    build,
-    dedicate,
     everything,
     full_weights,
     loss_of,
-    make_mesh,
     mean_backward,
-    momentum_of,
-    shard,
-    train_on_targets,
-    train_oracle,
     with_oracle,
 )
+from targets import Targets, assert_histories_close, momentum_of, train_on_targets, train_oracle
 
-LAYOUTS = [
-    pytest.param((4,), True, id="fsdp-while_used"),
-    pytest.param((4,), False, id="fsdp-until_backward_done"),
-    pytest.param((2, 2), True, id="hsdp-while_used"),
-    pytest.param((2, 2), False, id="hsdp-until_backward_done"),
-]
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1}
 WEIGHTS = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in [(4, 3), (3, 4), (5, 2)]]
 A, B, C = range(3)
 
 
-def targets_without(skipped: list[list[list[int]]]) -> Targets:
-    """Random targets, none where `skipped[step][rank]` lists the weight."""
+def targets_without(skipped: list[list[list[int]]], ranks: int) -> Targets:
+    """Random targets, none where `skipped[step][rank]` lists the weight; ranks: how many there are."""
     rng = torch.Generator().manual_seed(2)
     return [
         [
             [None if i in absent else torch.randn(w.shape, generator=rng) for i, w in enumerate(WEIGHTS)]
-            for absent in by_rank
+            for absent in by_rank[:ranks]
         ]
         for by_rank in skipped
     ]
@@ -58,42 +47,71 @@ def targets_without(skipped: list[list[list[int]]]) -> Targets:
 
 
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_a_matrix_unused_on_every_rank_is_left_alone(ranks, shape, reshard, one_group):
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_a_matrix_unused_on_every_rank_is_left_alone(ranks, sizes, reshard, one_group):
     everybody, nobody = [[]] * 4, [[B]] * 4
-    targets = targets_without([everybody, nobody, everybody, nobody, nobody])
+    targets = targets_without([everybody, nobody, everybody, nobody, nobody], replicas_of(sizes))
     history = agreed(
-        ranks, shape, train_on_targets, WEIGHTS, targets, reshard=reshard, one_group=one_group, **SETTINGS
+        ranks, sizes, train_on_targets, WEIGHTS, targets, reshard=reshard, one_group=one_group, **SETTINGS
     )
     assert_histories_close(history, train_oracle(WEIGHTS, targets, **SETTINGS))
     for used, unused in [(0, 1), (2, 3), (2, 4)]:
         for what in ("weight", "momentum"):  # no decay, and no momentum that dies away
             assert torch.equal(history[unused][B][what], history[used][B][what])
-        if not one_group:  # the group did not run at all
+        if not one_group and "ddp" not in sizes:  # the group did not run at all
             assert history[unused][B]["gradient"] is None
 
 
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=["fsdp", "hsdp"])
-def test_a_matrix_unused_from_the_first_step_on_waits_for_its_turn(ranks, shape, one_group):
-    targets = targets_without([[[A, C]] * 4, [[A]] * 4, [[]] * 4])
-    history = agreed(ranks, shape, train_on_targets, WEIGHTS, targets, one_group=one_group, **SETTINGS)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_matrix_unused_from_the_first_step_on_waits_for_its_turn(ranks, sizes, one_group):
+    targets = targets_without([[[A, C]] * 4, [[A]] * 4, [[]] * 4], replicas_of(sizes))
+    history = agreed(ranks, sizes, train_on_targets, WEIGHTS, targets, one_group=one_group, **SETTINGS)
     assert_histories_close(history, train_oracle(WEIGHTS, targets, **SETTINGS))
     assert torch.equal(history[1][A]["weight"], WEIGHTS[A])
 
 
-@pytest.mark.parametrize(
-    ("shape", "reshard", "user"), [((4,), True, 0), ((4,), False, 3), ((2, 2), True, 1), ((2, 2), False, 2)]
-)
-def test_a_matrix_used_on_one_rank_gets_its_share_of_the_gradient(ranks, shape, reshard, user):
-    only_one = [[] if rank == user else [A, B] for rank in range(4)]
-    targets = targets_without([only_one, [[B]] * 4, only_one])
-    history = agreed(
-        ranks, shape, train_on_targets, WEIGHTS, targets, reshard=reshard, one_group=True, **SETTINGS
-    )
-    torch.testing.assert_close(history[0][B]["gradient"], targets[0][user][B] / 4, atol=1e-7, rtol=1e-6)
-    assert_histories_close(history, train_oracle(WEIGHTS, targets, **SETTINGS))
-    assert torch.equal(history[1][B]["weight"], history[0][B]["weight"])
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_a_matrix_used_on_one_rank_gets_its_share_of_the_gradient(ranks, sizes, reshard):
+    replicas = replicas_of(sizes)
+    for user in range(replicas):
+        only_one = [[] if rank == user else [A, B] for rank in range(4)]
+        targets = targets_without([only_one, [[B]] * 4, only_one], replicas)
+        history = agreed(
+            ranks, sizes, train_on_targets, WEIGHTS, targets, reshard=reshard, one_group=True, **SETTINGS
+        )
+        share = targets[0][user][B] / replicas
+        torch.testing.assert_close(history[0][B]["gradient"], share, atol=1e-7, rtol=1e-6)
+        assert_histories_close(history, train_oracle(WEIGHTS, targets, **SETTINGS))
+        assert torch.equal(history[1][B]["weight"], history[0][B]["weight"])
+
+
+def unused_after_a_load(sizes: Sizes) -> dict[str, Any]:
+    """A step, a checkpoint, another model and optimizer, a step without B; the first model does the same."""
+    rng = torch.Generator().manual_seed(3)
+    targets = [torch.randn(weight.shape, generator=rng) for weight in WEIGHTS]
+    without = [None if index == B else target for index, target in enumerate(targets)]
+    models = [InnerProducts(WEIGHTS), InnerProducts([torch.zeros_like(weight) for weight in WEIGHTS])]
+    optimizers = []
+    for model in models:
+        given.distribute(model, sizes)
+        optimizers.append(dmuon.Muon(model, **SETTINGS))
+    given.train_step(models[0], optimizers[0], targets)
+    state = get_state_dict(models[0], optimizers[0])
+    before = full_weights(models[0])
+    set_state_dict(models[1], optimizers[1], model_state_dict=state[0], optim_state_dict=state[1])
+    went_on, resumed = (given.train_step(m, o, without) for m, o in zip(models, optimizers, strict=True))
+    for mine, theirs in zip(resumed, went_on, strict=True):
+        assert torch.equal(mine["weight"], theirs["weight"])
+        assert torch.equal(mine["momentum"], theirs["momentum"])
+    assert torch.equal(resumed[B]["weight"], before[f"layers.{B}.weight"])
+    return {"momentum": resumed[B]["momentum"], "expected": 0.05 * targets[B]}
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_matrix_unused_after_a_load_keeps_what_was_loaded(ranks, sizes):
+    found = agreed(ranks, sizes, unused_after_a_load)
+    torch.testing.assert_close(found["momentum"], found["expected"], atol=1e-6, rtol=0)
 
 
 class Branches(nn.Module):
@@ -120,16 +138,17 @@ def is_matrix(name: str, param: nn.Parameter) -> bool:
     return param.ndim == 2
 
 
-def train_branches(shape: tuple[int, ...], reshard: bool) -> None:
+def train_branches(sizes: Sizes, reshard: bool) -> None:
     model = Branches()
     settings = {"lr": 0.1, "weight_decay": 0.1, "adamw_lr": 0.01, "adamw_weight_decay": 0.1}
     oracle, reference = with_oracle(model, is_matrix, **settings)
-    optimizer = build(model, make_mesh(shape), predicate=is_matrix, reshard_after_forward=reshard, **settings)
+    optimizer = build(model, sizes, predicate=is_matrix, reshard=reshard, **settings)
+    mine, replicas = data_rank(sizes)
     before = full_weights(model)
     for step, skipped in enumerate([None, 1, 0, None]):
         model.skipped = oracle.skipped = skipped
-        seeds = [10 * step + rank for rank in range(4)]
-        branch_loss(model, seeds[dist.get_rank()]).backward()
+        seeds = [10 * step + rank for rank in range(replicas)]
+        branch_loss(model, seeds[mine]).backward()
         mean_backward(oracle, branch_loss, seeds)
         optimizer.step()
         reference.step()
@@ -142,9 +161,9 @@ def train_branches(shape: tuple[int, ...], reshard: bool) -> None:
         before = after
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_layers_that_are_skipped_in_turn(ranks, shape, reshard):
-    ranks(4, train_branches, shape, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_layers_that_are_skipped_in_turn(ranks, sizes, reshard):
+    ranks(4, train_branches, sizes, reshard)
 
 
 # Frozen
@@ -154,7 +173,7 @@ def traffic_of_a_step(model: nn.Module, loss: torch.Tensor) -> dict[str, int]:
     """Bytes that the forward before `loss` and its backward moved, by phase, on all ranks together."""
     loss.backward()
     moved = find_runtime(model).traffic.bytes
-    phases = ["gather", "reduce", "reduce_replicas"]
+    phases = ["gather", "reduce", "reduce_replicas", "base"]
     total = torch.tensor([moved.get(phase, 0) for phase in phases])
     dist.all_reduce(total)
     return dict(zip(phases, total.tolist(), strict=True))
@@ -167,11 +186,11 @@ class LoraLinear(nn.Module):
         super().__init__()
         self.base = nn.Linear(4, 4)
         self.base.requires_grad_(False)
-        self.lora_a = nn.Parameter(torch.randn(2, 4))
-        self.lora_b = nn.Parameter(torch.randn(4, 2))
+        self.lora_a = nn.Linear(4, 2, bias=False)
+        self.lora_b = nn.Linear(2, 4, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) + x @ self.lora_a.T @ self.lora_b.T
+        return self.base(x) + self.lora_b(self.lora_a(x))
 
 
 class LoraModel(nn.Module):
@@ -194,18 +213,20 @@ def is_lora(name: str, param: nn.Parameter) -> bool:
     return "lora" in name
 
 
-def train_lora(shape: tuple[int, ...], reshard: bool) -> dict[str, int]:
+def train_lora(sizes: Sizes, reshard: bool) -> dict[str, int]:
+    torch.manual_seed(1)
     model = LoraModel()
     flags = {name: param.requires_grad for name, param in model.named_parameters()}
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
     oracle, reference = with_oracle(model, is_lora, **SETTINGS)
-    optimizer = build(model, make_mesh(shape), predicate=is_lora, reshard_after_forward=reshard, **SETTINGS)
+    optimizer = build(model, sizes, predicate=is_lora, reshard=reshard, **SETTINGS)
+    mine, replicas = data_rank(sizes)
     assert [group["algorithm"] for group in optimizer.param_groups] == ["muon"]
     moved: dict[str, int] = {}
     for step in range(3):
-        seeds = [10 * step + rank for rank in range(4)]
+        seeds = [10 * step + rank for rank in range(replicas)]
         find_runtime(model).traffic.reset()
-        moved = traffic_of_a_step(model, lora_loss(model, seeds[dist.get_rank()]))
+        moved = traffic_of_a_step(model, lora_loss(model, seeds[mine]))
         mean_backward(oracle, lora_loss, seeds)
         optimizer.step()
         reference.step()
@@ -221,21 +242,25 @@ def train_lora(shape: tuple[int, ...], reshard: bool) -> dict[str, int]:
     return moved
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_lora_beside_frozen_weights(ranks, shape, reshard):
-    moved = agreed(ranks, shape, train_lora, reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_lora_beside_frozen_weights(ranks, sizes, reshard):
+    moved = agreed(ranks, sizes, train_lora, reshard)
     # Four matrices of 32 bytes; each one's gradient has a count of 4 bytes with it.
-    rows, receivers = (1, 3) if shape == (4,) else (2, 1)
-    assert moved["gather"] == rows * receivers * 4 * 32 * (2 if reshard else 1)
-    assert moved["reduce"] == rows * receivers * 4 * (32 + 4)
-    assert moved["reduce_replicas"] == (rows - 1) * 4 * (32 + 4)
+    assert moved["base"] == 0
+    ddp, tp = "ddp" in sizes, sizes.get("tp", 1)
+    rows = sizes.get("replicate", 1)
+    receivers = replicas_of(sizes) // rows - 1
+    bytes_of_a = 32 if tp == 1 else 16  # the half of lora_a, and all of lora_b
+    assert moved["gather"] == rows * receivers * tp * 2 * (bytes_of_a + 32) * (0 if ddp else 1 + reshard)
+    assert moved["reduce"] == rows * receivers * tp * 2 * (bytes_of_a + 4 + 32 + 4)
+    assert moved["reduce_replicas"] == (rows - 1) * tp * 2 * (bytes_of_a + 4 + 32 + 4)
 
 
 def is_the_one(name: str, param: nn.Parameter) -> bool:
     return name == "layers.1.up_proj.weight"
 
 
-def train_one_matrix(shape: tuple[int, ...], reshard: bool) -> list[int]:
+def train_one_matrix(sizes: Sizes, reshard: bool) -> list[int]:
     """All other weights are frozen. How many bytes of dedicated weights this rank keeps, by rank."""
     model = Transformer(depth=2)
     for name, param in model.named_parameters():
@@ -243,13 +268,12 @@ def train_one_matrix(shape: tuple[int, ...], reshard: bool) -> list[int]:
     first = {name: param.detach().clone() for name, param in model.named_parameters()}
     oracle, reference = with_oracle(model, is_the_one, **SETTINGS)
     # The predicate chooses everything; what is frozen drops out.
-    optimizer = build(
-        model, make_mesh(shape), predicate=everything, reshard_after_forward=reshard, **SETTINGS
-    )
+    optimizer = build(model, sizes, predicate=everything, reshard=reshard, **SETTINGS)
+    mine, replicas = data_rank(sizes)
     (record,) = dmuon.get_dedicated_params(model)
     for step in range(3):
-        seeds = [10 * step + rank for rank in range(4)]
-        loss_of(model, seeds[dist.get_rank()]).backward()
+        seeds = [10 * step + rank for rank in range(replicas)]
+        loss_of(model, seeds[mine]).backward()
         mean_backward(oracle, loss_of, seeds)
         optimizer.step()
         reference.step()
@@ -263,21 +287,18 @@ def train_one_matrix(shape: tuple[int, ...], reshard: bool) -> list[int]:
     return owned
 
 
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_only_one_matrix_is_trained(ranks, shape, reshard):
-    assert sorted(agreed(ranks, shape, train_one_matrix, reshard)) == [0, 0, 0, 1]
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_only_one_matrix_is_trained(ranks, sizes, reshard):
+    tp = sizes.get("tp", 1)  # the ranks of the owner row
+    assert sorted(agreed(ranks, sizes, train_one_matrix, reshard)) == [0] * (4 - tp) + [1] * tp
 
 
-def freeze_on_the_way(shape: tuple[int, ...], reshard: bool, one_group: bool) -> list[dict[str, Any]]:
+def freeze_on_the_way(sizes: Sizes, reshard: bool, one_group: bool) -> list[dict[str, Any]]:
     """Matrix 1 is frozen between dedicate_params and Muon; matrix 2 after the first step, for one step."""
-    model, mesh = InnerProducts([torch.eye(4)] * 4), make_mesh(shape)
-    dedicate(model, mesh, predicate=everything, reshard_after_forward=reshard)
+    model = InnerProducts([torch.eye(4)] * 4)
+    given.distribute(model, sizes, reshard=reshard, one_group=one_group)
     never, later = model.layers[1].weight, model.layers[2].weight
     never.requires_grad_(False)
-    if one_group:
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-    else:
-        shard(model, mesh, reshard_after_forward=reshard)
     optimizer = dmuon.Muon(model, **SETTINGS)
     found = []
     for step in range(3):
@@ -290,7 +311,7 @@ def freeze_on_the_way(shape: tuple[int, ...], reshard: bool, one_group: bool) ->
         found.append(
             {
                 "weights": [dmuon.full_tensor(p).detach().clone() for p in model.parameters()],
-                "momentum": momentum_of(optimizer, later),
+                "momentum": momentum_of(optimizer, find_runtime(model).record_of(later)),
                 "gradients": with_gradient,
                 "moved": moved,
             }
@@ -300,15 +321,59 @@ def freeze_on_the_way(shape: tuple[int, ...], reshard: bool, one_group: bool) ->
 
 
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
-@pytest.mark.parametrize(("shape", "reshard"), LAYOUTS)
-def test_matrices_that_are_frozen_on_the_way(ranks, shape, reshard, one_group):
-    steps = agreed(ranks, shape, freeze_on_the_way, reshard, one_group)
-    receivers = 3 if shape == (4,) else 2
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_matrices_that_are_frozen_on_the_way(ranks, sizes, reshard, one_group):
+    steps = agreed(ranks, sizes, freeze_on_the_way, reshard, one_group)
+    rows, tp = sizes.get("replicate", 1), sizes.get("tp", 1)
+    receivers = rows * (replicas_of(sizes) // rows - 1)
+    nbytes = [64 * tp + 4 * tp if index == 2 else 64 + 4 * tp for index in range(4)]  # 2 is not cut
     for step, trained in zip(steps, [[0, 2, 3], [0, 3], [0, 2, 3]], strict=True):
         assert step["gradients"] == [index in trained for index in range(4)]
-        assert step["moved"]["reduce"] == receivers * len(trained) * (64 + 4)
+        assert step["moved"]["reduce"] == receivers * sum(nbytes[index] for index in trained)
         assert torch.equal(step["weights"][1], torch.eye(4))
     first, frozen, last = (step["weights"][2] for step in steps)
     assert torch.equal(frozen, first)
     assert torch.equal(steps[1]["momentum"], steps[0]["momentum"])
     torch.testing.assert_close(last, 0.99 * first - 0.1 * 0.765439 * torch.eye(4), atol=1e-6, rtol=0)
+
+
+FROZEN = [  # by step
+    [],
+    ["layers.0.0.weight", "layers.1.2.weight"],
+    ["layers.0.0.weight", "layers.0.0.bias", "layers.0.2.weight", "layers.0.2.bias"],
+    [],
+]
+
+
+def freeze_while_accumulating(sizes: Sizes, reshard: bool, synced: bool) -> None:
+    """Matrices, and base parameters, of a layer that then has none left, between the steps."""
+    torch.manual_seed(1)
+    model = Branches()
+    settings = {"lr": 0.1, "weight_decay": 0.1, "adamw_lr": 0.01, "adamw_weight_decay": 0.1}
+    oracle, reference = with_oracle(model, is_matrix, **settings)
+    optimizer = build(model, sizes, predicate=is_matrix, reshard=reshard, **settings)
+    mine, replicas = data_rank(sizes)
+    before = full_weights(model)
+    for step, frozen in enumerate(FROZEN):
+        for one in (model, oracle):
+            for name, param in one.named_parameters():
+                param.requires_grad_(name not in frozen)
+        for micro in range(3):
+            seeds = [100 * step + 10 * micro + rank for rank in range(replicas)]
+            with dmuon.no_sync(model) if micro < 2 and not synced else contextlib.nullcontext():
+                branch_loss(model, seeds[mine]).backward()
+            mean_backward(oracle, branch_loss, seeds)
+        optimizer.step()
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        after = assert_weights_close(model, oracle)
+        for name, weight in after.items():
+            assert torch.equal(weight, before[name]) == (name in frozen), name
+        before = after
+
+
+@pytest.mark.parametrize("synced", [True, False], ids=["synced", "no_sync"])
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_freezing_and_unfreezing_with_accumulation(ranks, sizes, reshard, synced):
+    ranks(4, freeze_while_accumulating, sizes, reshard, synced)

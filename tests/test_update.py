@@ -7,19 +7,20 @@ import pytest
 import torch
 import torch.nn as nn
 
-from models import (
+from layouts import LAYOUTS, RESIDENCIES, Sizes, replicas_of
+from models import agreed
+from reference import QUINTIC
+from targets import (
     Targets,
-    agreed,
     assert_histories_close,
     random_targets,
     same_on_all,
     train_on_targets,
     train_oracle,
 )
-from reference import QUINTIC
 
-RESIDENCIES = [pytest.param(True, id="while_used"), pytest.param(False, id="until_backward_done")]
-MESHES = [pytest.param((4,), id="fsdp"), pytest.param((2, 2), id="hsdp")]
+ONE: Sizes = {"dp": 1}
+HSDP: Sizes = {"replicate": 2, "shard": 2}
 LR = 0.1
 
 
@@ -39,72 +40,87 @@ def equal_values(count: int, steps: int = 5) -> float:
 
 
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
-@pytest.mark.parametrize("reshard", RESIDENCIES)
-@pytest.mark.parametrize("shape", MESHES)
-def test_matrices_with_few_or_uneven_rows(ranks, shape, reshard, one_group):
-    weights = [torch.randn(size) for size in [(5, 3), (2, 6), (1, 8), (9, 3)]]
-    targets = random_targets(weights, steps=3, ranks=4)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_matrices_with_few_or_uneven_rows(ranks, sizes, reshard, one_group):
+    weights = [torch.randn(size) for size in [(5, 3), (2, 6), (1, 8), (9, 3), (1, 8)]]
+    targets = random_targets(weights, steps=3, ranks=replicas_of(sizes))
     history = agreed(
-        ranks, shape, train_on_targets, weights, targets, reshard=reshard, one_group=one_group, lr=LR
+        ranks, sizes, train_on_targets, weights, targets, reshard=reshard, one_group=one_group, lr=LR
     )
     assert_histories_close(history, train_oracle(weights, targets, lr=LR))
 
-    gradient = torch.stack([by_rank[2] for by_rank in targets[0]]).mean(0)
-    one_row = history[0][2]["weight"] - weights[2]
-    torch.testing.assert_close(one_row, -LR * equal_values(1) * gradient / gradient.norm(), atol=1e-6, rtol=0)
+    for index in (2, 4):
+        gradient = torch.stack([by_rank[index] for by_rank in targets[0]]).mean(0)
+        moved = history[0][index]["weight"] - weights[index]
+        expected = -LR * equal_values(1) * gradient / gradient.norm()
+        torch.testing.assert_close(moved, expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("shape", MESHES)
-def test_tall_matrix_is_scaled_by_its_whole_shape(ranks, shape):
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_tall_matrix_is_scaled_by_its_whole_shape(ranks, sizes):
     basis = torch.zeros(9, 3)
     basis[[1, 4, 7], [0, 1, 2]] = 1  # three equal singular values
-    targets = same_on_all([[basis]], 4)
-    history = agreed(ranks, shape, train_on_targets, [torch.zeros(9, 3)], targets, lr=LR)
+    targets = same_on_all([[basis] * 3], 4)
+    history = agreed(ranks, sizes, train_on_targets, [torch.zeros(9, 3)] * 3, targets, lr=LR)
     expected = -LR * math.sqrt(3) * equal_values(3) * basis
-    torch.testing.assert_close(history[0][0]["weight"], expected, atol=1e-6, rtol=0)
+    for found in history[0]:
+        torch.testing.assert_close(found["weight"], expected, atol=1e-6, rtol=0)
 
 
-@pytest.mark.parametrize("reshard", RESIDENCIES)
-@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=str)
-def test_the_whole_matrix_is_orthogonalized(ranks, shape, reshard):
+@pytest.mark.parametrize(
+    ("sizes", "reshard"), [*RESIDENCIES, *(pytest.param({"dp": 2}, r, id=f"dp2-{r}") for r in (True, False))]
+)
+def test_the_whole_matrix_is_orthogonalized(ranks, sizes, reshard):
     gradient = torch.cat([torch.eye(2), 0.1 * torch.eye(2)])
-    targets = same_on_all([[gradient]], math.prod(shape))
-    history = agreed(ranks, shape, train_on_targets, [torch.zeros(4, 2)], targets, reshard=reshard, lr=LR)
+    gradients = [gradient, gradient.T, gradient, gradient, gradient]
+    targets = same_on_all([gradients], math.prod(sizes.values()))
+    weights = [torch.zeros_like(gradient) for gradient in gradients]
+    history = agreed(ranks, sizes, train_on_targets, weights, targets, reshard=reshard, lr=LR)
     # Block-wise, both halves would come out with the same size.
     expected = -LR * torch.cat([1.5593 * torch.eye(2), 0.1559 * torch.eye(2)])
-    torch.testing.assert_close(history[0][0]["weight"], expected, atol=1e-5, rtol=0)
+    for index, found in enumerate(history[0]):
+        wide = expected.T / math.sqrt(2)  # a wide matrix is not scaled
+        torch.testing.assert_close(found["weight"], wide if index == 1 else expected, atol=1e-5, rtol=0)
 
 
 # Gradients
 
 
-@pytest.mark.parametrize("reshard", RESIDENCIES)
-@pytest.mark.parametrize("shape", MESHES)
-def test_gradients_are_averaged_before_they_are_orthogonalized(ranks, shape, reshard):
-    entries = [torch.eye(4)[rank].view(2, 2) for rank in range(4)]  # rank r has a 1 at element r
-    targets = [[[entry] for entry in entries]]
-    history = agreed(ranks, shape, train_on_targets, [torch.zeros(2, 2)], targets, reshard=reshard, lr=LR)
-    found = history[0][0]
-    torch.testing.assert_close(found["gradient"], torch.full((2, 2), 0.25), atol=1e-7, rtol=0)
-    # Newton-Schulz does not see a sum in the place of a mean; the momentum does.
-    torch.testing.assert_close(found["momentum"], torch.full((2, 2), 0.05 * 0.25), atol=1e-7, rtol=0)
-    torch.testing.assert_close(found["weight"], torch.full((2, 2), -LR * 0.348218), atol=1e-6, rtol=0)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_gradients_are_averaged_before_they_are_orthogonalized(ranks, sizes, reshard):
+    """Each rank has some of the elements, and zeros elsewhere."""
+    replicas = replicas_of(sizes)
+    entries = torch.eye(4).view(replicas, 4 // replicas, 4).sum(1) * replicas / 4  # [replicas, elements]
+    targets = [[[entry.view(2, 2)] * 3 for entry in entries]]
+    history = agreed(ranks, sizes, train_on_targets, [torch.zeros(2, 2)] * 3, targets, reshard=reshard, lr=LR)
+    for found in history[0]:
+        torch.testing.assert_close(found["gradient"], torch.full((2, 2), 0.25), atol=1e-7, rtol=0)
+        # Newton-Schulz does not see a sum in the place of a mean; the momentum does.
+        torch.testing.assert_close(found["momentum"], torch.full((2, 2), 0.05 * 0.25), atol=1e-7, rtol=0)
+        torch.testing.assert_close(found["weight"], torch.full((2, 2), -LR * 0.348218), atol=1e-6, rtol=0)
 
 
-def assert_zero_gradient_decays(ranks, shape: tuple[int, ...], tolerance: float, **settings: Any) -> None:
-    targets = same_on_all([[torch.zeros(4, 4)], [torch.eye(4)]], math.prod(shape))
+def assert_zero_gradient_decays(ranks, sizes: Sizes, tolerance: float, **settings: Any) -> None:
+    weights = [torch.ones(4, 4)] * 3
+    targets = same_on_all([[torch.zeros(4, 4)] * 3, [torch.eye(4)] * 3], math.prod(sizes.values()))
     settings = {"lr": LR, "weight_decay": 0.1, **settings}
-    first, second = agreed(ranks, shape, train_on_targets, [torch.ones(4, 4)], targets, **settings)
-    assert torch.equal(first[0]["weight"], torch.full((4, 4), 0.99))
-    assert torch.equal(first[0]["momentum"], torch.zeros(4, 4))
+    first, second = agreed(ranks, sizes, train_on_targets, weights, targets, **settings)
     expected = torch.full((4, 4), 0.9801) - LR * 0.765439 * torch.eye(4)
-    torch.testing.assert_close(second[0]["weight"], expected, atol=tolerance, rtol=0)
+    for before, after in zip(first, second, strict=True):
+        assert torch.equal(before["weight"], torch.full((4, 4), 0.99))
+        assert torch.equal(before["momentum"], torch.zeros(4, 4))
+        torch.testing.assert_close(after["weight"], expected, atol=tolerance, rtol=0)
 
 
-@pytest.mark.parametrize("reshard", RESIDENCIES)
-@pytest.mark.parametrize("shape", MESHES)
-def test_zero_gradient_decays_and_leaves_no_momentum(ranks, shape, reshard):
-    assert_zero_gradient_decays(ranks, shape, 1e-5, reshard=reshard)
+@pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
+def test_zero_gradient_decays_and_leaves_no_momentum(ranks, sizes, reshard):
+    assert_zero_gradient_decays(ranks, sizes, 1e-5, reshard=reshard)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"ddp": 2, "tp": 2}], ids=str)
+def test_zero_gradient_with_distributed_gram(ranks, sizes):
+    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}
+    assert_zero_gradient_decays(ranks, sizes, 1e-5, **gram)
 
 
 # In bfloat16, torch's own five iterations bring the 0.765439 of this matrix to 0.824.
@@ -114,7 +130,7 @@ TOLERANCES = {torch.float32: 1e-5, torch.float64: 1e-5, torch.float16: 1e-3, tor
 @pytest.mark.parametrize(("dtype", "tolerance"), TOLERANCES.items(), ids=str)
 @pytest.mark.parametrize("algorithm", ["auto", "direct", "gram"])
 def test_zero_gradient_in_every_kernel(ranks, algorithm, dtype, tolerance):
-    assert_zero_gradient_decays(ranks, (1,), tolerance, ns_algorithm=algorithm, ns_dtype=dtype)
+    assert_zero_gradient_decays(ranks, ONE, tolerance, ns_algorithm=algorithm, ns_dtype=dtype)
 
 
 # Settings
@@ -165,26 +181,26 @@ SETTINGS = [
 ]
 
 
-@pytest.mark.parametrize("shape", [(1,), (2, 2)], ids=str)
+@pytest.mark.parametrize("sizes", [ONE, HSDP], ids=str)
 @pytest.mark.parametrize(("settings", "oracle"), SETTINGS)
-def test_every_setting_against_the_oracle(ranks, settings, oracle, shape):
+def test_every_setting_against_the_oracle(ranks, settings, oracle, sizes):
     weights = [torch.randn(size) for size in [(7, 3), (3, 7), (5, 5)]]
-    targets = random_targets(weights, steps=3, ranks=math.prod(shape))
+    targets = random_targets(weights, steps=3, ranks=replicas_of(sizes))
     settings = {"lr": LR, "ns_dtype": torch.float32, **settings}
-    history = agreed(ranks, shape, train_on_targets, weights, targets, **settings)
+    history = agreed(ranks, sizes, train_on_targets, weights, targets, **settings)
     assert_histories_close(history, train_oracle(weights, targets, **{"lr": LR, "ns_steps": 5, **oracle}))
     if settings["lr"] == 0:
         assert all(torch.equal(w, found["weight"]) for w, found in zip(weights, history[-1], strict=True))
 
 
-@pytest.mark.parametrize(("shape", "algorithm"), [((4,), "direct"), ((2, 2), "gram")], ids=str)
-def test_every_iteration_counts(ranks, shape, algorithm):
+@pytest.mark.parametrize(("sizes", "algorithm"), [({"dp": 4}, "direct"), (HSDP, "gram")], ids=str)
+def test_every_iteration_counts(ranks, sizes, algorithm):
     seen = set()
     for steps in range(1, 7):
         targets = same_on_all([[torch.eye(3, 5)]], 4)
         history = agreed(
             ranks,
-            shape,
+            sizes,
             train_on_targets,
             [torch.zeros(3, 5)],
             targets,
@@ -202,10 +218,10 @@ def test_every_iteration_counts(ranks, shape, algorithm):
 
 
 def train_beside_torch(
-    shape: tuple[int, ...], weights: list[torch.Tensor], targets: Targets, settings: dict[str, Any]
+    sizes: Sizes, weights: list[torch.Tensor], targets: Targets, settings: dict[str, Any]
 ) -> list[tuple[list, list]]:
     """By step, what dmuon and torch.optim.Muon come to on one process, both with bfloat16 iterations."""
-    ours = train_on_targets(shape, weights, targets, ns_dtype=torch.bfloat16, **settings)
+    ours = train_on_targets(sizes, weights, targets, ns_dtype=torch.bfloat16, **settings)
     params = [nn.Parameter(weight.clone()) for weight in weights]
     del settings["ns_algorithm"]
     optimizer = torch.optim.Muon(params, **settings)
@@ -237,7 +253,7 @@ def test_one_process_agrees_with_torch(ranks, algorithm, tolerance, scale, neste
         "adjust_lr_fn": scale,
         "ns_algorithm": algorithm,
     }
-    (steps,) = ranks(1, train_beside_torch, (1,), weights, targets, settings)
+    (steps,) = ranks(1, train_beside_torch, ONE, weights, targets, settings)
     before = weights
     for ours, theirs in steps:
         for index, (mine, torchs) in enumerate(zip(ours, theirs, strict=True)):

@@ -157,7 +157,10 @@ def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     """
     layout, rows = param.layout, piece.shape[0]
     if layout.replicated:
-        return piece if param.tp is None else param.tp.wrap(piece.contiguous())
+        if param.tp is None:
+            return piece
+        # Not a view of the whole: it would keep all of it, and torch cannot deep-copy a DTensor of a view.
+        return param.tp.wrap(piece.clone(memory_format=torch.contiguous_format))
     chunk = -(-rows // layout.shard_size)
     start = min(layout.here.shard * chunk, rows)
     local = piece[start : min(start + chunk, rows)].clone()
