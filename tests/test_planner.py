@@ -24,7 +24,7 @@ from dmuon.planner.mesh import Place
 from dmuon.planner.model import Model, Parameter, choose_by_pattern, from_names
 from dmuon.planner.registry import CONFIGS
 from dmuon.planner.report import Rate, report
-from dmuon.planner.traffic import PHASES
+from dmuon.planner.traffic import BASE_BUCKET, PHASES, Setting, of_base
 from dmuon.tensor_parallel import _slices
 from test_communication import Even, gathered_bytes_during_forward
 
@@ -656,3 +656,21 @@ def test_the_largest_mesh_and_the_most_matrices_can_be_planned():
     assert huge.moves.shape == (16384, 1, len(PHASES), 2)
     experts = plan("qwen3-30b-a3b", "replicate=8,shard=16,tp=4")
     assert experts.balance < 1.01
+
+
+@pytest.mark.parametrize("mesh", ["replicate=3,shard=5,tp=2", "dp=7", "ddp=5,tp=2"])
+def test_the_tables_of_all_ranks_are_those_of_each(mesh):
+    gpt2 = plan("gpt2", mesh)
+    moves, rest = gpt2.moves.flatten(0, 1).tolist(), gpt2.rest.flatten(0, 1).tolist()
+    for rank in range(gpt2.mesh.ranks):
+        mine = gpt2.moves_of(rank)
+        assert moves[rank] == [list(mine.get(phase, (0, 0))) for phase in PHASES]
+        assert rest[rank] == list(gpt2.rest_of(rank))
+
+
+def test_base_parameters_fill_buckets_from_the_last_one_on():
+    size = BASE_BUCKET // 4  # elements of a bucket
+    setting = Setting(n=2, r=1, ddp=True)
+    assert of_base([size // 2, 4, size // 2, size // 2], setting)["base"][0] == 2
+    assert of_base([size // 2, size // 2, 4, size], setting)["base"][0] == 3
+    assert of_base([size, size // 2, size // 2], setting)["base"] == (2, 4 * (2 * size + 3))
