@@ -278,16 +278,16 @@ def carry(
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(1 if rank == 0 else -1)  # whoever is not the owner has something else
-    import dmuon.api
+    import dmuon.ownership
 
     owners = iter(slots)
-    real = dmuon.api.assign
-    dmuon.api.assign = lambda matrices, n, **kw: [next(owners) % n for _ in matrices]
+    real = dmuon.ownership.assign
+    dmuon.ownership.assign = lambda matrices, n, **kw: [next(owners) % n for _ in matrices]
     try:
         boundary = (lambda name, m: False) if grouping == 0 else Matrix
         dedicate(model, make_mesh(shape), predicate=lambda n, p: True, hook_boundary=boundary)
     finally:
-        dmuon.api.assign = real
+        dmuon.ownership.assign = real
     runtime = find_runtime(model)
     sign = {r.param_name: 1 if r.owner_rank == 0 else -1 for r in runtime.params}
 
