@@ -7,10 +7,10 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test soak lint bench clean
+.PHONY: help setup demo test test-all soak lint bench clean
 
 help: ## show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo 'PYTHON=python3.12 chooses the interpreter of .venv, ARGS="..." is added to the demo, to pytest or to soak.'
 
 setup: $(READY) ## install everything into .venv
@@ -23,6 +23,9 @@ test: $(READY) ## run the tests
 
 soak: $(READY) ## compare thousands of random training loops with one process (--seeds FIRST:LAST)
 	$(BIN)/python tests/soak.py $(ARGS)
+
+test-all: ARGS += --all
+test-all: test ## run the tests in all combinations
 
 lint: $(READY) ## check style and types
 	$(BIN)/ruff check .

@@ -1,5 +1,6 @@
 """Fixtures and settings that all tests share."""
 
+import re
 from collections.abc import Iterator
 
 import hypothesis
@@ -15,6 +16,36 @@ hypothesis.settings.register_profile(
     deadline=None,
 )
 hypothesis.settings.load_profile("ranks")
+
+
+# Combinations whose parts other tests have, each with something else; `make test-all` runs them too.
+THINNED = [
+    r"until_backward_done(?!.*dp4)(?<!dp4-until_backward_done)",
+    r"^tests/test_(?!tensor_parallel|formulas|overlap|distributed_gram).*hsdp2x1-tp2",
+    r"test_examples.*\[adamw-(replicate|ddp)",
+    r"test_examples.*another_mesh\[dmuon-replicate",
+    r"test_faults.*a_rank_dies\[(backward|step|save-2)",
+    r"test_faults.*named\[backward",
+    r"test_resume.*(asynchronously|unrounded)\[(hsdp|ddp4)",
+    r"test_resume.*whole_tensors\[(?!dp4).*-True",
+    r"test_scaler.*mix_proj",
+    r"test_takeover.*\[hsdp",
+]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--all", action="store_true", help="run the combinations, too, that are left out usually"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--all"):
+        return
+    left_out = [item for item in items if any(re.search(pattern, item.nodeid) for pattern in THINNED)]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(left_out)
+    items[:] = [item for item in items if item not in gone]
 
 
 def pytest_configure() -> None:
