@@ -22,6 +22,7 @@ hypothesis.settings.load_profile("ranks")
 THINNED = [
     r"until_backward_done(?!.*dp4)(?<!dp4-until_backward_done)",
     r"^tests/test_(?!tensor_parallel|formulas|overlap|distributed_gram).*hsdp2x1-tp2",
+    r"^tests/test_(engine|update|unused|recomputation|evaluation|tied|param|accumulation|clip|scaler).*ddp4",
     r"test_examples.*\[adamw-(replicate|ddp)",
     r"test_examples.*another_mesh\[dmuon-replicate",
     r"test_faults.*a_rank_dies\[(backward|step|save-2)",
