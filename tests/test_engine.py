@@ -47,10 +47,7 @@ def backward_both(model: nn.Module, oracle: nn.Module, step: int, loss: Any = lo
 
 
 def step_both(optimizer: dmuon.Muon, reference: ReferenceMuon) -> None:
-    optimizer.step()
-    reference.step()
-    optimizer.zero_grad()
-    reference.zero_grad()
+    step_both(optimizer, reference)
 
 
 # zero_grad between two backwards
@@ -878,7 +875,7 @@ def copy_and_pickle() -> None:
     dedicate(model, make_mesh((1,)), predicate=lambda name, p: True)
     with pytest.raises(TypeError, match="copy it before dedicate_params"):
         copy.deepcopy(model)
-    with pytest.raises((TypeError, pickle.PicklingError)):  # whichever part of the engine comes first
+    with pytest.raises(TypeError, match="state_dict"):
         pickle.dumps(model)
 
 

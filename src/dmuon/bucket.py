@@ -16,6 +16,7 @@ from .channels import Channels
 from .comm import Pending, packed_offsets
 from .exchange import Cut, Exchange
 from .layout import DataParallelLayout, Owner
+from .packed import PackedGradients
 from .parameter import DedicatedParam, Version
 from .pipeline import Operation, Stages
 from .tensor_parallel import TensorParallel
@@ -216,31 +217,21 @@ class Bucket:
         Stages: reduce along the row, reduce along the owner's column, and within the owner row: sum over the
         copies that tensor parallelism keeps, exchange.
 
-        Behind the packed gradients, the buffer has one element per parameter that counts the ranks which had
-        a gradient: the only way to tell "zero" from "none" afterwards. Returns what remains to be done at the
-        end of backward: to add to the gradients of the resting parameters. Not before, so that a backward
-        that raises leaves them as they were.
+        Returns what remains to be done at the end of backward: to add to the gradients of the resting
+        parameters. Not before, so that a backward that raises leaves them as they were.
         """
         params = [param for param in self.params if param.resting.requires_grad]
         if not params:
             return lambda: None
         held = self._take_held(params)
-        numels = [param.piece_shape.numel() for param in params]
-        offsets, total = packed_offsets(numels, self.reduce_dtype)
-        buffer = torch.empty(total + len(params), dtype=self.reduce_dtype, device=self.layout.device)
-        views = [
-            buffer[o : o + n].view(p.piece_shape) for p, o, n in zip(params, offsets, numels, strict=True)
-        ]
-        had = self._pack(params, views, buffer[total:])
-        if total > sum(numels):  # padding travels too; it must not be read uninitialised
-            for offset, numel, end in zip(offsets, numels, [*offsets[1:], total], strict=True):
-                buffer[offset + numel : end].zero_()
-
-        # A sum of float16 overflows where a mean would not: there, divide before.
-        before = self.reduce_dtype == torch.float16
-        divisor = schedule.divisor or self.layout.size
-        if before:
-            buffer.div_(divisor)
+        packed = PackedGradients(
+            [_take_gradient(param) for param in params],
+            [param.piece_shape for param in params],
+            self.reduce_dtype,
+            self.layout.device,
+            schedule.divisor or self.layout.size,
+        )
+        buffer = packed.buffer
         yield self._channels.reduce.reduce(buffer, self.owner.shard, self.label)
         if held is not None:
             buffer.add_(held)
@@ -249,20 +240,19 @@ class Bucket:
             return lambda: None
         if self.layout.keeps_weight(self.owner):
             yield self._channels.reduce_replicas.reduce(buffer, self.owner.replicate, self.label)
-        if self.in_owner_row and not before:
-            buffer[:total].div_(divisor)
         if not self.in_owner_row:
             return partial(_hand_over, params, {}, [None] * len(params))  # and lets go of the buffer
+        packed.average()
         yield self._sum_copies(buffer)
-        counts = buffer[total:]
-        whole = dict(zip(params, views, strict=True))
+        counts = packed.counts
+        whole = dict(zip(params, packed.views, strict=True))
         if self.is_cut and not self.in_pieces:
             exchange = self._exchange(params)
-            wholes = yield from self._to_owners(exchange, views, self.reduce_dtype)
+            wholes = yield from self._to_owners(exchange, packed.views, self.reduce_dtype)
             whole = dict(zip([param for param in params if param.is_owner], wholes, strict=True))
-        if not all(had):
+        if not all(packed.had):
             counts = counts.clone()  # they live as long as the gradients do: the buffer should not
-        seen = [None if mine else count for mine, count in zip(had, counts, strict=True)]
+        seen = [None if mine else count for mine, count in zip(packed.had, counts, strict=True)]
         return partial(_hand_over, params, whole, seen)
 
     def _sum_copies(self, buffer: torch.Tensor) -> Pending:
@@ -270,22 +260,6 @@ class Bucket:
         if tp is None or len(tp.copies) == 1:
             return Pending.nothing()
         return self._channels.sum_copies[tp.copies].all_reduce(buffer, self.label)
-
-    def _pack(
-        self, params: Sequence[DedicatedParam], views: Sequence[torch.Tensor], counts: torch.Tensor
-    ) -> list[bool]:
-        """Move the gathered parameters' gradients to the buffer; zeros where this rank has none."""
-        gradients = [_take_gradient(param) for param in params]
-        had = [gradient is not None for gradient in gradients]
-        pairs = [(view, grad) for view, grad in zip(views, gradients, strict=True) if grad is not None]
-        if pairs:
-            torch._foreach_copy_([view for view, _ in pairs], [grad for _, grad in pairs])
-        counts.fill_(1)  # filled, not copied from a Python list: no transfer from the host
-        for view, count, mine in zip(views, counts, had, strict=True):
-            if not mine:
-                view.zero_()
-                count.zero_()
-        return had
 
     def _take_held(self, params: Sequence[DedicatedParam]) -> torch.Tensor | None:
         """What earlier backwards have summed over this row, not over the replicas; where that is kept."""

@@ -55,7 +55,7 @@ class Channels:
         self.has_gram_stage = False
         self.gather_scratch = Scratch(reuse_gather)
         self.scatter_scratch = Scratch(reuse_scatter)
-        self.isolated = process_groups == "isolated"
+        self._isolated = process_groups == "isolated"
         self._timeout = _timeout(layout)
         row, column = layout.row, layout.column
         row_group = layout.mesh.get_group(layout.mesh.ndim - 1)
@@ -82,7 +82,7 @@ class Channels:
         group = None
         if len(ranks) > 1:
             # Pieces cut by several mesh dims have no group to share: it is made in either case.
-            group = self._new_group(phase, ranks) if self.isolated or shared is None else shared
+            group = self._new_group(phase, ranks) if self._isolated or shared is None else shared
         return Channel(phase, ranks, group, self.traffic)
 
     def _new_group(self, phase: str, ranks: tuple[int, ...]) -> dist.ProcessGroup:

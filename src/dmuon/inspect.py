@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .optim.newton_schulz import operation_count
+from .assignment import imbalance, loads
+from .ownership import matrices_of
 from .parameter import DedicatedParam
 from .runtime import find_runtime
 from .selection import clean_name
@@ -89,16 +90,14 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _balance(params: list[DedicatedParam], totals: dict[str, int]) -> list[str]:
     layout = params[0].layout
-    costs = [operation_count(*param.full_shape) for param in params]
-    loads = [0] * layout.size
-    for param, cost in zip(params, costs, strict=True):
-        loads[layout.slot_of(param.coordinate)] += cost
-    mean = sum(loads) / layout.size
-    bound = max(mean, max(costs))
-    owners = sum(load > 0 for load in loads)
+    matrices = matrices_of([(p.full_shape[0], p.full_shape[1]) for p in params], [None] * len(params))
+    slots = [layout.slot_of(param.coordinate) for param in params]
+    by_owner = loads(matrices, slots, layout.size)
+    owners = sum(load > 0 for load in by_owner)
+    of_bound = imbalance(matrices, slots, layout.size)
     return [
         f"muon: {len(params)} matrices, {totals['muon']:,} bytes, on {owners} of {layout.size} ranks; "
         f"adamw: {totals['adamw']:,} bytes",
-        f"balance: the busiest owner has {max(loads) / bound:.3f} of the lower bound on its operations, "
-        f"{max(loads) / mean:.3f} of the mean",
+        f"balance: the busiest owner has {of_bound:.3f} of the lower bound on its operations, "
+        f"{max(by_owner) * layout.size / sum(by_owner):.3f} of the mean",
     ]

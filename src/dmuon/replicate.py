@@ -19,8 +19,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from .comm import Channel, Pending, packed_offsets
+from .comm import Channel, Pending
 from .layout import DataParallelLayout, wrap_local
+from .packed import PackedGradients
 from .parameter import local_part
 
 _BUCKET_BYTES = 25 * 2**20  # as for torch's DDP
@@ -60,7 +61,7 @@ class Replicas:
         self.layout = layout
         self._dedicated = {id(param) for param in dedicated}
         self._buckets: list[_Bucket] = []
-        self._flights: list[tuple[list[nn.Parameter], torch.Tensor, list[bool], Pending]] = []
+        self._flights: list[tuple[list[nn.Parameter], PackedGradients, Pending]] = []
         self._earlier: dict[nn.Parameter, torch.Tensor] = {}  # gradients from before the running backward
         self._next = 0
         self._equal = False
@@ -157,24 +158,15 @@ class Replicas:
         params = bucket.trainable
         if not params:
             return
-        gradients = [_take_gradient(param, earlier.get(param)) for param in params]
-        had = [gradient is not None for gradient in gradients]
-        dtype, device = params[0].dtype, self.layout.device
-        offsets, total = packed_offsets([local_part(param).numel() for param in params], dtype)
-        buffer = torch.zeros(total + len(params), dtype=dtype, device=device)  # gradients, then counts
-        for gradient, offset in zip(gradients, offsets, strict=True):
-            if gradient is not None:
-                buffer[offset : offset + gradient.numel()] = gradient.reshape(-1)
-        if all(had):
-            buffer[total:].fill_(1)
-        else:
-            for index, mine in enumerate(had):
-                if mine:
-                    buffer[total + index].fill_(1)
-        if dtype == torch.float16:  # a sum overflows where a mean would not
-            buffer.div_(self.layout.size)
-        pending = self._channel.all_reduce(buffer, f"bucket {bucket.number} of the base parameters")
-        self._flights.append((params, buffer, had, pending))
+        packed = PackedGradients(
+            [_take_gradient(param, earlier.get(param)) for param in params],
+            [local_part(param).shape for param in params],
+            params[0].dtype,
+            self.layout.device,
+            self.layout.size,
+        )
+        pending = self._channel.all_reduce(packed.buffer, f"bucket {bucket.number} of the base parameters")
+        self._flights.append((params, packed, pending))
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -183,14 +175,12 @@ class Replicas:
             late = bucket.launched and any(param.grad is not None for param in bucket.trainable)
             if not bucket.launched or late:  # late: run again by recomputation, after the launch
                 self._launch(bucket)
-        for params, buffer, had, pending in self._flights:
+        for params, packed, pending in self._flights:
             pending.wait()
-            if buffer.dtype != torch.float16:
-                buffer[: len(buffer) - len(params)].div_(self.layout.size)
-            offsets, total = packed_offsets([local_part(param).numel() for param in params], buffer.dtype)
-            for index, (param, offset) in enumerate(zip(params, offsets, strict=True)):
-                if had[index] or bool(buffer[total + index] > 0):  # a host sync only where this rank had none
-                    _add_gradient(param, buffer[offset : offset + local_part(param).numel()])
+            packed.average()
+            for param, view, count, mine in zip(params, packed.views, packed.counts, packed.had, strict=True):
+                if mine or bool(count > 0):  # a host sync only where this rank had none
+                    _add_gradient(param, view)
         for param, earlier in self._earlier.items():
             if not param.requires_grad:  # frozen meanwhile: nothing has taken it along
                 param.grad = earlier
@@ -242,8 +232,7 @@ def _take_gradient(param: nn.Parameter, earlier: torch.Tensor | None) -> torch.T
 
 
 def _add_gradient(param: nn.Parameter, average: torch.Tensor) -> None:
-    """Set the gradient, which stays a part of the buffer, or add to it. average: flat, of the local part."""
-    average = average.view(local_part(param).shape)
+    """Set the gradient, which stays a part of the buffer, or add to it. average: of the local part."""
     if isinstance(param, DTensor):
         average = wrap_local(average, param.shape, param.device_mesh, param.placements)
     if param.grad is None:

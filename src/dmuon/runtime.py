@@ -85,7 +85,6 @@ class Runtime:
         self._in_turn: list[DedicatedGroup] = []  # those that the running backward reduces, in order
         self._next_to_reduce = 0
         self._channels: Channels | None = None
-        self._isolated = True
         self._complete: list[DedicatedGroup] = []  # have all their gradients, still hold their weights
         model.__dict__[_ATTRIBUTE] = self
         attributes: dict[nn.Module, set[str]] = {}
@@ -93,7 +92,7 @@ class Runtime:
             attributes.setdefault(param.module, set()).add(param.attribute)
         for module, names in attributes.items():
             base.hide_from_fully_shard(module, names)
-        model.register_forward_pre_hook(untraced(self._root_pre_forward))
+        model.register_forward_pre_hook(self._enter)
         if layout.replicated:
             model.register_forward_hook(untraced(self._root_post_forward))
 
@@ -139,11 +138,13 @@ class Runtime:
         )
         self._channels = channels
         self.traffic = channels.traffic
-        self._isolated = channels.isolated
         sharded = base.sharded_modules(self.model)
+        scheduled = {name: module for name, module in sharded.items() if base.has_parameters(module)}
         for name, params in members.items():
             if params:
-                self._add_group(name, boundaries[name], params, channels, sharded)
+                group = self._add_group(name, boundaries[name], params, channels, sharded)
+                around = base.enclosing(name, scheduled)
+                self._scheduled_by[group] = scheduled[around] if around is not None else None
         self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
         if self.replicas is not None:
             assert channels.base is not None
@@ -213,15 +214,13 @@ class Runtime:
         params: list[DedicatedParam],
         channels: Channels,
         sharded: dict[str, nn.Module],
-    ) -> None:
+    ) -> DedicatedGroup:
         precision = self.options.precision
         if precision is None:
             around = base.enclosing(name, sharded)
             policy = base.mixed_precision(sharded[around]) if around is not None else None
             precision = Precision(policy.param_dtype, policy.reduce_dtype) if policy else Precision()
         group = DedicatedGroup(name, module, params, channels, self.options.residency, precision)
-        scheduled = base.enclosing(name, [n for n, m in sharded.items() if base.has_parameters(m)])
-        self._scheduled_by[group] = sharded[scheduled] if scheduled is not None else None
         group.on_gradient(lambda: self._gradient_arrived(group))
         module.register_forward_pre_hook(untraced(lambda module, args: self._pre_forward(group)))
         # always_call: a forward that raises must leave the module as it was.
@@ -231,8 +230,13 @@ class Runtime:
             with_kwargs=True,
         )
         self.groups.append(group)
+        return group
 
     # Forward
+
+    def _enter(self, module: nn.Module, args: Any) -> None:
+        # A method of ours, and made untraced at the call: so pickling the model comes to `__reduce__`.
+        untraced(self._root_pre_forward)(module, args)
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         was_sealed = self.is_sealed
@@ -410,7 +414,7 @@ class Runtime:
         # twice: on this rank, perhaps on no other, so that a second reduction would find no partner.
         if self.layout.replicated and torch._C._current_graph_task_id() != self._graph_task:
             self._recomputes = True
-        if self._isolated and not self._recomputes:
+        if self.options.process_groups == "isolated" and not self._recomputes:
             if self.replicas is not None and not self.no_sync_depth:
                 self.replicas.reduce_complete()
             self._reduce_complete()

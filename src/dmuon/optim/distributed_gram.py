@@ -83,23 +83,30 @@ def cut_by_its_long_side(param: DedicatedParam) -> bool:
     return len(dims) == 1 and tp.shape[dims.pop()] == max(tp.shape)
 
 
-def moves_fewer_bytes(param: DedicatedParam, gradient: torch.dtype, weight: torch.dtype) -> bool:
+def moves_fewer_bytes(pieces: Sequence[int], tp_owner: int, gram_numel: int, itemsizes: int) -> bool:
     """Whether Gram parts and factors of one step are fewer bytes than pieces of the gradient and the update.
 
-    gradient, weight: the dtypes in which those would travel.
+    Args:
+        pieces: elements of the matrix on each rank.
+        tp_owner: whose piece would not travel.
+        gram_numel: elements of a triangle of the Gram matrix.
+        itemsizes: bytes of an element of the gradient and one of the update together, as they would travel.
     """
-    tp = param.tp
-    assert tp is not None
-    gram = 2 * (tp.size - 1) * tp.gram_numel * _DTYPE.itemsize
-    pieces = tp.shape.numel() - tp.shape_of(param.tp_owner).numel()
-    return gram < pieces * (gradient.itemsize + weight.itemsize)
+    gram = 2 * (len(pieces) - 1) * gram_numel * _DTYPE.itemsize
+    return gram < (sum(pieces) - pieces[tp_owner]) * itemsizes
 
 
 def chooses(policy: GramPolicy, param: DedicatedParam, gradient: torch.dtype, weight: torch.dtype) -> bool:
-    """Whether `policy` keeps a parameter in pieces."""
+    """Whether `policy` keeps a parameter in pieces.
+
+    gradient, weight: the dtypes in which the pieces of the gradient and of the update would travel.
+    """
     if policy == "never" or not cut_by_its_long_side(param):
         return False
-    return policy == "always" or moves_fewer_bytes(param, gradient, weight)
+    assert param.tp is not None
+    pieces = [param.tp.shape_of(position).numel() for position in range(param.tp.size)]
+    itemsizes = gradient.itemsize + weight.itemsize
+    return policy == "always" or moves_fewer_bytes(pieces, param.tp_owner, param.tp.gram_numel, itemsizes)
 
 
 def check_policy(policy: object) -> GramPolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from functools import cached_property
 import torch
 
 from ..assignment import Matrix, imbalance, loads, lower_bound
+from ..optim.distributed_gram import moves_fewer_bytes
 from ..optim.newton_schulz import operation_count
 from ..ownership import choose_owners, matrices_of
 from . import memory, traffic
@@ -286,7 +288,7 @@ class Plan:
     def _base_pieces(self, tp: int, *, trainable: bool = False) -> list[int]:
         """Elements that tensor parallelism leaves a rank of each base parameter, in module order."""
         chosen = [p for p in self.model.base if p.trainable or not trainable]
-        return [_product(self._base_shape(param, tp)) for param in chosen]
+        return [math.prod(self._base_shape(param, tp)) for param in chosen]
 
     def _base_shape(self, param: Parameter, tp: int) -> tuple[int, ...]:
         dim = cut_dim(param, self.options.tp_plan) if self.mesh.tp > 1 else None
@@ -307,10 +309,10 @@ class Plan:
         """Under FSDP2 a rank keeps a chunk of the rows."""
         numel = trainable = 0
         for (shape, wants_gradient), count in self._base_shapes[tp].items():
-            size = _product(shape)
+            size = math.prod(shape)
             if not self.mesh.ddp and shape:
                 step = -(-shape[0] // self.mesh.shard)
-                size = max(0, min(step, shape[0] - shard * step)) * _product(shape[1:])
+                size = max(0, min(step, shape[0] - shard * step)) * math.prod(shape[1:])
             numel += count * size
             trainable += count * size * wants_gradient
         return memory.of_base(numel, trainable, self.setting)
@@ -361,18 +363,9 @@ def _in_pieces(
         return False
     if options.gram_policy == "always":
         return True
-    as_gram = 2 * (len(pieces) - 1) * gram * 8
-    as_pieces = (sum(pieces) - pieces[tp_owner]) * (options.dtypes.reduce + options.dtypes.weight)
-    return as_gram < as_pieces
+    return moves_fewer_bytes(pieces, tp_owner, gram, options.dtypes.reduce + options.dtypes.weight)
 
 
 def _flat(moves: Moves) -> list[int]:
     """Collectives and bytes of each of `traffic.PHASES` in turn."""
     return [value for phase in traffic.PHASES for value in moves.get(phase, (0, 0))]
-
-
-def _product(shape: tuple[int, ...]) -> int:
-    result = 1
-    for size in shape:
-        result *= size
-    return result
