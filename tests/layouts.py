@@ -18,7 +18,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import dmuon
-from models import InnerProduct
+from models import InnerProduct, is_proj
 
 Sizes = dict[str, int]
 
@@ -80,10 +80,6 @@ PLAN = {
     "gate_proj": ColwiseParallel(use_local_output=False),
     "down_proj": RowwiseParallel(),
 }
-
-
-def is_proj(name: str, param: nn.Parameter) -> bool:
-    return "proj" in name and param.ndim == 2
 
 
 def make_mesh(sizes: Sizes) -> DeviceMesh:

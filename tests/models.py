@@ -147,6 +147,14 @@ def with_oracle(
     return oracle, ReferenceMuon(oracle, predicate, **settings)
 
 
+def step_both(optimizer: dmuon.Muon, reference: ReferenceMuon) -> None:
+    """An update of the model and of the oracle, whose gradients are forgotten."""
+    optimizer.step()
+    reference.step()
+    optimizer.zero_grad()
+    reference.zero_grad()
+
+
 # Matrices whose gradients are given
 
 

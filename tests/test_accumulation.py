@@ -1,7 +1,6 @@
 """Gradient accumulation, with and without communication: the same update, one Newton-Schulz per matrix."""
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -28,8 +27,15 @@ from layouts import (
     loss_of,
     make_mesh,
 )
-from models import InnerProducts, assert_ranks_equal, assert_weights_close, full_weights, mean_backward
-from reference import ReferenceMuon
+from models import (
+    InnerProducts,
+    assert_ranks_equal,
+    assert_weights_close,
+    full_weights,
+    mean_backward,
+    step_both,
+    with_oracle,
+)
 
 Micro = Callable[
     [nn.Module, bool], contextlib.AbstractContextManager
@@ -99,8 +105,7 @@ def counted_newton_schulz() -> Iterator[list[torch.Size]]:
 def train(sizes: dict[str, int], micro: Micro, reshard: bool = True) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes, reshard=reshard)
     mine, replicas = data_rank(sizes)
     with counted_newton_schulz() as calls:
@@ -111,10 +116,7 @@ def train(sizes: dict[str, int], micro: Micro, reshard: bool = True) -> None:
                 with micro(model, index == 2):
                     loss_of(model, seeds[mine]).backward()
                 mean_backward(oracle, loss_of, seeds)
-            optimizer.step()
-            reference.step()
-            optimizer.zero_grad()
-            reference.zero_grad()
+            step_both(optimizer, reference)
             owned = sum(param.is_owner for param in dmuon.get_dedicated_params(model))
             assert len(calls) == owned
             assert_weights_close(model, oracle)
@@ -145,8 +147,7 @@ def test_with_weights_kept_until_backward(ranks, micro):
 def train_in_torchs_ddp() -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     dmuon.dedicate_params_ddp(model, make_mesh({"ddp": 4})["dp"], predicate=is_proj)
     wrapped = DistributedDataParallel(model)
     optimizer = dmuon.Muon(wrapped)
@@ -156,10 +157,7 @@ def train_in_torchs_ddp() -> None:
             with no_sync(wrapped, index == 2):
                 loss_of(wrapped, seeds[dist.get_rank()]).backward()
             mean_backward(oracle, loss_of, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 
@@ -209,8 +207,7 @@ def test_weights_that_are_not_resharded_are_not_gathered_again(ranks):
 def drop(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = data_rank(sizes)
     for step in range(2):
@@ -222,10 +219,7 @@ def drop(sizes: dict[str, int]) -> None:
             model.set_requires_all_reduce(True)
         loss_of(model, step + mine).backward()
         mean_backward(oracle, loss_of, [step + rank for rank in range(replicas)])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 
@@ -251,8 +245,7 @@ class Branches(nn.Module):
 def skip_in_the_last(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = Branches()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = data_rank(sizes)
 
@@ -267,10 +260,7 @@ def skip_in_the_last(sizes: dict[str, int]) -> None:
             with no_sync(model, index == 2):
                 loss(model, seeds[mine]).backward()
             mean_backward(oracle, loss, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dmuon
-from models import assert_ranks_equal, assert_weights_close, is_proj, mean_backward
+from models import assert_ranks_equal, assert_weights_close, is_proj, mean_backward, step_both, with_oracle
 from reference import ReferenceMuon
 
 NORM_TYPES = [1.0, 2.0, 3.0, math.inf]
@@ -163,10 +163,7 @@ def train(sizes: dict[str, int], expected_all_reduces: int) -> None:
             torch.testing.assert_close(norm, expected, atol=0, rtol=1e-5)
             assert_ranks_equal({"norm": norm})
             assert_gradients_close(model, oracle)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 
@@ -394,8 +391,7 @@ def one_ranks_data_is_infinite(sizes: dict[str, int]) -> None:
     """Every rank raises, and the iteration after a skipped step is right."""
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     tp = sizes.get("tp", 1)
     mine, replicas = dist.get_rank() // tp, dist.get_world_size() // tp

@@ -1,6 +1,5 @@
 """`torch.compile` of layers, and recomputation, in either nesting."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -15,8 +14,7 @@ from torch.distributed.fsdp import fully_shard
 import dmuon
 from dmuon.runtime import find_runtime
 from layouts import Model, dedicate, is_proj, make_mesh, parallelize, shard
-from models import full_weights, mean_backward
-from reference import ReferenceMuon
+from models import full_weights, mean_backward, step_both, with_oracle
 
 Backend = torch._dynamo.testing.CompileCounterWithBackend
 
@@ -62,8 +60,7 @@ def train(sizes: dict[str, int], wrap: Wrap, when: str) -> int:
     torch._dynamo.utils.counters.clear()
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     mesh = make_mesh(sizes)
     backend = Backend("aot_eager")
     if "tp" in sizes:
@@ -88,10 +85,7 @@ def train(sizes: dict[str, int], wrap: Wrap, when: str) -> int:
     for step in range(3):
         loss_of(model, 10 * step + mesh.get_coordinate()[0]).backward()
         mean_backward(oracle, loss_of, [10 * step + rank for rank in range(mesh.shape[0])])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         for found, expected in zip(full_weights(model).values(), oracle.parameters(), strict=True):
             assert (found - expected).abs().max() < 1e-5
     assert not torch._dynamo.utils.counters["graph_break"]
@@ -132,8 +126,7 @@ def whole_model(sizes: dict[str, int]) -> None:
     torch._dynamo.reset()
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     mesh = make_mesh(sizes)
     dedicate(model, mesh)
     shard(model, mesh)
@@ -142,10 +135,7 @@ def whole_model(sizes: dict[str, int]) -> None:
     for step in range(3):
         loss_of(model, 10 * step + dist.get_rank()).backward()
         mean_backward(oracle, loss_of, [10 * step + rank for rank in range(2)])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         for found, expected in zip(full_weights(model).values(), oracle.parameters(), strict=True):
             assert (found - expected).abs().max() < 1e-5
 

@@ -31,6 +31,8 @@ from models import (
     everything,
     full_weights,
     mean_backward,
+    step_both,
+    with_oracle,
 )
 from models import loss_of as token_loss
 from reference import ReferenceMuon
@@ -43,8 +45,7 @@ BOTH = [pytest.param(DDP, id="ddp4"), pytest.param(DDP_TP, id="ddp2-tp2")]
 def train_inside_torchs_ddp() -> None:
     torch.manual_seed(1)
     model = Transformer()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     mesh = make_mesh(DDP)
     dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=is_proj)
     wrapped = DistributedDataParallel(model)
@@ -52,10 +53,7 @@ def train_inside_torchs_ddp() -> None:
     for step in range(3):
         token_loss(wrapped, 10 * step + dist.get_rank()).backward()
         mean_backward(oracle, token_loss, [10 * step + rank for rank in range(4)])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
     assert list(get_model_state_dict(wrapped)) == list(oracle.state_dict())
 
@@ -188,8 +186,7 @@ class Skipping(nn.Module):
 def skip(sizes: dict[str, int], recompute: str) -> None:
     torch.manual_seed(1)
     model = Skipping()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = layouts.data_rank(sizes)
 
@@ -225,8 +222,7 @@ def accumulate_different_layers(sizes: dict[str, int]) -> None:
     """One rank has gradients of every layer from a backward without communication, the others of none."""
     torch.manual_seed(1)
     model = Skipping()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = layouts.data_rank(sizes)
 
@@ -322,10 +318,7 @@ def on_meta(sizes: dict[str, int]) -> None:
     for step in range(2):
         loss_of(model, 10 * step + mine).backward()
         mean_backward(oracle, loss_of, [10 * step + rank for rank in range(replicas)])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
     assert_weights_close(model, oracle)
 
 
@@ -367,8 +360,7 @@ def test_changes_of_dtype_and_in_place(ranks):
 def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     policy = None if param_dtype is None else MixedPrecisionPolicy(param_dtype=param_dtype)
     distribute(model, sizes, mp_policy=policy)
     optimizer = dmuon.Muon(model)

@@ -166,10 +166,7 @@ def recompute_some(sizes: Sizes, inside: bool, **muon: Any) -> None:
         recomputed.clear()
         backward_both(model, oracle, step, loss)
         assert recomputed == ["forward", "forward", "again", "again"]
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         if step:  # after the first, the next forward finds the publish in flight
             assert_weights_close(model, oracle)
 

@@ -1,7 +1,6 @@
 """States and orders that a training loop can produce, found by review."""
 
 import contextlib
-import copy
 import time
 from typing import Any
 
@@ -16,7 +15,7 @@ import dmuon
 import layouts
 from dmuon.comm import Channel, Pending
 from dmuon.replicate import Replicas
-from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
+from layouts import Model, build, distribute, loss_of, make_mesh
 from models import (
     InnerProducts,
     assert_ranks_equal,
@@ -24,8 +23,9 @@ from models import (
     everything,
     full_weights,
     mean_backward,
+    step_both,
+    with_oracle,
 )
-from reference import ReferenceMuon
 from test_ddp import Skipping
 
 DDP = {"ddp": 4}
@@ -159,8 +159,7 @@ def test_an_evenly_sharded_gradient_is_refused(ranks):
 def preallocated(sizes: dict[str, int], in_pieces: bool) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"} if in_pieces else {}
     optimizer = build(model, sizes, **gram)
     mine, replicas = layouts.data_rank(sizes)
@@ -258,8 +257,7 @@ def backward_that_raises(sizes: dict[str, int], bucket_bytes: int, goes_on: bool
     try:
         torch.manual_seed(1)
         model = Fragile(depth=3)
-        oracle = copy.deepcopy(model)
-        reference = ReferenceMuon(oracle, is_proj)
+        oracle, reference = with_oracle(model)
         optimizer = build(model, sizes)
         mine, replicas = layouts.data_rank(sizes)
         loss_of(model, mine).backward()
@@ -292,8 +290,7 @@ def accumulate_in_turn(sizes: dict[str, int]) -> None:
     """Backwards with and without communication, in any order, add up."""
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = layouts.data_rank(sizes)
     for micro, synced in enumerate([False, True, False, False, True]):
@@ -317,8 +314,7 @@ def test_backwards_with_and_without_communication_in_turn(ranks, sizes):
 def gradient_penalty(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = layouts.data_rank(sizes)
 
@@ -335,10 +331,7 @@ def gradient_penalty(sizes: dict[str, int]) -> None:
     for step in range(2):
         loss(model, 10 * step + mine).backward()
         mean_backward(oracle, loss, [10 * step + rank for rank in range(replicas)])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 

@@ -1,24 +1,20 @@
 """Loss scaling, and steps that are skipped: decided alike on every rank, and without a trace."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import dmuon
 from dmuon.parameter import local_part
-from layouts import LAYOUTS, Model, build, data_rank, is_proj, loss_of
-from models import assert_weights_close, full_weights, mean_backward
-from reference import ReferenceMuon
+from layouts import LAYOUTS, Model, build, data_rank, loss_of
+from models import assert_weights_close, full_weights, mean_backward, with_oracle
 
 
 def scaled(sizes: dict[str, int], stock: bool, bad: tuple[int, str]) -> None:
     """In step 1 a gradient gets an infinity: `bad` says on which rank and in which parameter."""
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     scaler = (torch.amp.GradScaler if stock else dmuon.GradScaler)("cpu", init_scale=1024.0)
     mine, replicas = data_rank(sizes)
@@ -70,8 +66,7 @@ def skipped(sizes: dict[str, int]) -> None:
     """By hand: a step that is not taken leaves nothing behind."""
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
     mine, replicas = data_rank(sizes)
     for step in range(4):

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dmuon
-from models import assert_ranks_equal, assert_weights_close, is_proj, mean_backward
+from models import assert_ranks_equal, assert_weights_close, is_proj, mean_backward, step_both, with_oracle
 from reference import ReferenceMuon
 
 MESHES = [
@@ -219,8 +219,7 @@ class Rows(nn.Module):
 def cut_and_in_addends(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(Rows())
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     weight = distribute_tensor(model[0].w_proj.detach(), mesh["tp1", "tp2"], [Shard(0), Replicate()])
     model[0].w_proj = nn.Parameter(weight)
@@ -237,10 +236,7 @@ def cut_and_in_addends(sizes: dict[str, int]) -> None:
         (record,) = dmuon.get_dedicated_params(model)
         if record.is_owner:
             assert_close(record.local_gradient(), oracle[0].w_proj.grad, "gradient")
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 
@@ -288,8 +284,7 @@ class Experts(nn.Module):
 def tokens_for_some(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = Experts([[0], [1], [0, 1]])
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     for expert in model.experts:
         distribute_module(expert, mesh["tp"])
@@ -309,10 +304,7 @@ def tokens_for_some(sizes: dict[str, int]) -> None:
             if record.is_owner:
                 expected = oracle.get_parameter(record.param_name).grad
                 assert_close(record.local_gradient(), expected, f"gradient of {record.param_name}")
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 

@@ -27,7 +27,14 @@ from dmuon.exchange import Cut, Exchange
 from dmuon.runtime import find_runtime
 from dmuon.tensor_parallel import TensorParallel, _slices
 from layouts import Model, build, data_rank, is_proj, loss_of, make_mesh, parallelize, shard
-from models import assert_ranks_equal, assert_weights_close, full_weights, mean_backward
+from models import (
+    assert_ranks_equal,
+    assert_weights_close,
+    full_weights,
+    mean_backward,
+    step_both,
+    with_oracle,
+)
 from reference import ReferenceMuon
 
 MESHES = [
@@ -65,10 +72,7 @@ def train(
             norm = dmuon.clip_grad_norm_(model, clip)
             expected = nn.utils.clip_grad_norm_(oracle.parameters(), clip)
             torch.testing.assert_close(norm, expected, atol=1e-6, rtol=1e-5)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         weights = assert_weights_close(model, oracle)
         for name, param in oracle.named_parameters():  # orthogonalization would hide a wrong scale
             if param in reference.buffers:
@@ -270,8 +274,7 @@ def test_one_exchange_per_owner_row_and_group(ranks):
 def cut_over_data_parallel_ranks(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle = copy.deepcopy(model)
-    reference = ReferenceMuon(oracle, is_proj)
+    oracle, reference = with_oracle(model)
     mesh = make_mesh(sizes)["dp"]
     for layer in model.layers:
         for linear in (layer.up_proj, layer.down_proj):
@@ -285,10 +288,7 @@ def cut_over_data_parallel_ranks(sizes: dict[str, int]) -> None:
     for step in range(2):
         loss_of(model, step + mine).backward()
         mean_backward(oracle, loss_of, [step + r for r in range(replicas)])
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 
@@ -401,10 +401,7 @@ def any_cut(sizes: dict[str, int], shapes: list[tuple[int, int]], cuts: list[str
                 torch.testing.assert_close(record.local_gradient(), expected, atol=1e-6, rtol=1e-5)
             else:
                 assert record.local_gradient().numel() == 0
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
 

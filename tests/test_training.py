@@ -11,6 +11,7 @@ from models import (
     loss_of,
     make_mesh,
     mean_backward,
+    step_both,
     with_oracle,
 )
 
@@ -45,10 +46,7 @@ def train(
         seeds = [1000 * step + r for r in range(world)]
         loss_of(model, seeds[rank]).backward()
         mean_backward(oracle, loss_of, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         weights = assert_weights_close(model, oracle)
     return weights
 

@@ -22,6 +22,7 @@ from models import (
     full_weights,
     loss_of,
     mean_backward,
+    step_both,
     with_oracle,
 )
 from targets import Targets, assert_histories_close, momentum_of, train_on_targets, train_oracle
@@ -150,10 +151,7 @@ def train_branches(sizes: Sizes, reshard: bool) -> None:
         seeds = [10 * step + rank for rank in range(replicas)]
         branch_loss(model, seeds[mine]).backward()
         mean_backward(oracle, branch_loss, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         after = assert_weights_close(model, oracle)
         for name, weight in after.items():
             unchanged = torch.equal(weight, before[name])
@@ -228,10 +226,7 @@ def train_lora(sizes: Sizes, reshard: bool) -> dict[str, int]:
         find_runtime(model).traffic.reset()
         moved = traffic_of_a_step(model, lora_loss(model, seeds[mine]))
         mean_backward(oracle, lora_loss, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         weights = assert_weights_close(model, oracle)
         assert {name: param.requires_grad for name, param in model.named_parameters()} == flags
         for name, trainable in flags.items():
@@ -275,10 +270,7 @@ def train_one_matrix(sizes: Sizes, reshard: bool) -> list[int]:
         seeds = [10 * step + rank for rank in range(replicas)]
         loss_of(model, seeds[mine]).backward()
         mean_backward(oracle, loss_of, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         weights = assert_weights_close(model, oracle)
         for name, weight in weights.items():
             assert torch.equal(weight, first[name]) != (name == record.param_name), name
@@ -363,10 +355,7 @@ def freeze_while_accumulating(sizes: Sizes, reshard: bool, synced: bool) -> None
             with dmuon.no_sync(model) if micro < 2 and not synced else contextlib.nullcontext():
                 branch_loss(model, seeds[mine]).backward()
             mean_backward(oracle, branch_loss, seeds)
-        optimizer.step()
-        reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
+        step_both(optimizer, reference)
         after = assert_weights_close(model, oracle)
         for name, weight in after.items():
             assert torch.equal(weight, before[name]) == (name in frozen), name
