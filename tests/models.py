@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import dmuon
+from dmuon.runtime import find_runtime
 from dmuon.selection import clean_name
 from reference import ReferenceMuon
 
@@ -145,6 +146,19 @@ def with_oracle(
     """A copy of the model, taken before it is sharded, and its optimizer."""
     oracle = copy.deepcopy(model)
     return oracle, ReferenceMuon(oracle, predicate, **settings)
+
+
+def seeds_of(model: nn.Module, step: int) -> tuple[int, list[int]]:
+    """This rank's number among the data-parallel ranks, and a seed for each of them."""
+    layout = find_runtime(model).layout
+    return layout.slot_of(layout.here), [1000 * step + rank for rank in range(layout.size)]
+
+
+def backward_both(model: nn.Module, oracle: nn.Module, step: int, loss: Any = loss_of) -> None:
+    """One backward of the model on this rank's data, and the oracle's on everybody's."""
+    mine, seeds = seeds_of(model, step)
+    loss(model, seeds[mine]).backward()
+    mean_backward(oracle, loss, seeds)
 
 
 def step_both(optimizer: dmuon.Muon, reference: ReferenceMuon) -> None:

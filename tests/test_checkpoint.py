@@ -25,6 +25,7 @@ import layouts
 from models import (
     Transformer,
     assert_weights_close,
+    backward_both,
     build,
     full_weights,
     loss_of,
@@ -32,7 +33,6 @@ from models import (
     shard,
     with_oracle,
 )
-from test_engine import backward_both
 
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "adamw_lr": 3e-3}
 

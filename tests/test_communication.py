@@ -20,15 +20,16 @@ from dmuon.runtime import find_runtime
 from models import (
     Transformer,
     assert_weights_close,
+    backward_both,
     build,
     dedicate,
     is_proj,
     loss_of,
     make_mesh,
     shard,
+    step_both,
 )
 from reference import ReferenceMuon
-from test_engine import backward_both, step_both
 
 # Counts
 

@@ -21,34 +21,19 @@ from layouts import FEWER, LAYOUTS, RESIDENCIES, Sizes, build, dedicate_on, dist
 from models import (
     Transformer,
     assert_weights_close,
+    backward_both,
     dedicate,
     full_weights,
     is_proj,
     loss_of,
     make_mesh,
     mean_backward,
+    seeds_of,
     shard,
+    step_both,
     with_oracle,
 )
 from reference import ReferenceMuon
-
-
-def seeds_of(model: nn.Module, step: int) -> tuple[int, list[int]]:
-    """This rank's number among the data-parallel ranks, and a seed for each of them."""
-    layout = find_runtime(model).layout
-    return layout.slot_of(layout.here), [1000 * step + rank for rank in range(layout.size)]
-
-
-def backward_both(model: nn.Module, oracle: nn.Module, step: int, loss: Any = loss_of) -> None:
-    """One backward of the model on this rank's data, and the oracle's on everybody's."""
-    mine, seeds = seeds_of(model, step)
-    loss(model, seeds[mine]).backward()
-    mean_backward(oracle, loss, seeds)
-
-
-def step_both(optimizer: dmuon.Muon, reference: ReferenceMuon) -> None:
-    step_both(optimizer, reference)
-
 
 # zero_grad between two backwards
 

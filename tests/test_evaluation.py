@@ -6,8 +6,7 @@ import torch.nn as nn
 
 from dmuon import base
 from layouts import RESIDENCIES, Sizes, build
-from models import assert_weights_close, is_proj, with_oracle
-from test_engine import backward_both, step_both
+from models import assert_weights_close, backward_both, is_proj, step_both, with_oracle
 
 
 class Layer(nn.Module):

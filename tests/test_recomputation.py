@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 import dmuon
 from layouts import FEWER, LAYOUTS, Model, Sizes, build
-from models import assert_weights_close, dedicate, is_proj, make_mesh, with_oracle
-from test_engine import Layer, Routed, SometimesLayer, backward_both, step_both
+from models import assert_weights_close, backward_both, dedicate, is_proj, make_mesh, step_both, with_oracle
+from test_engine import Layer, Routed, SometimesLayer
 
 
 class Recomputed(Routed):

@@ -7,8 +7,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_mo
 
 import dmuon
 from layouts import RESIDENCIES, Sizes, build
-from models import Transformer, assert_weights_close, loss_of, with_oracle
-from test_engine import backward_both, step_both
+from models import Transformer, assert_weights_close, backward_both, loss_of, step_both, with_oracle
 
 
 def tied() -> nn.Module:
