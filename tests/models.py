@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
 
 def is_proj(name: str, param: nn.Parameter) -> bool:
-    """The predicate of the document: the projections of the blocks."""
+    """The predicate of the documentation: the projections of the blocks."""
     return "proj" in name and param.ndim == 2
 
 
