@@ -9,11 +9,12 @@ the same if the user passes `dmuon.dedicated_parameters(model)`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 
@@ -88,10 +89,10 @@ def offloads_to_cpu(module: nn.Module) -> bool:
     return any(isinstance(group.offload_policy, CPUOffloadPolicy) for group in _param_groups(module))
 
 
-def data_parallel_ranks(module: nn.Module) -> list[int] | None:
-    """The global ranks a module wrapped by `fully_shard` is sharded over; None if it has no parameter."""
+def data_parallel_mesh(module: nn.Module) -> DeviceMesh | None:
+    """The mesh that a module wrapped by `fully_shard` is sharded over; None if it has no parameter."""
     for group in _param_groups(module):
-        return group.mesh_info.mesh.mesh.flatten().tolist()
+        return group.mesh_info.mesh
     return None
 
 
@@ -145,10 +146,16 @@ def reshard(model: nn.Module) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def enclosing(name: str, boundaries: Iterable[str]) -> str | None:
-    """The innermost of the modules `boundaries` (by name) that contains the module `name`, or is it."""
-    around = [b for b in boundaries if b in ("", name) or name.startswith(b + ".")]
-    return max(around, key=len, default=None)
+def enclosing(name: str, boundaries: Container[str]) -> str | None:
+    """The innermost of the modules `boundaries` (by name) that contains the module `name`, or is it.
+
+    boundaries: a dict or a set; asked once per level of the name, however many they are.
+    """
+    while name not in boundaries:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return name
 
 
 def block_modules(model: nn.Module) -> dict[str, nn.Module]:

@@ -152,12 +152,15 @@ def _global_norm(gradients: list[_Gradient], p: float) -> torch.Tensor:
     double = any(gradient.local.dtype == torch.float64 for gradient in gradients)
     dtype = torch.float64 if double else torch.float32
     shares: dict[tuple, _Share] = {}
+    by_mesh: dict[DeviceMesh | None, _Share] = {}
     for gradient in gradients:
-        groups = _groups(gradient.mesh)
-        # A mesh is known by its ranks: libraries make several meshes of the same ones.
-        key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
-        where = device if gradient.mesh is None else torch.device(gradient.mesh.device_type)
-        share = shares.setdefault(key, _Share(groups, where))
+        share = by_mesh.get(gradient.mesh)
+        if share is None:
+            groups = _groups(gradient.mesh)
+            # A mesh is known by its ranks: libraries make several meshes of the same ones.
+            key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
+            where = device if gradient.mesh is None else torch.device(gradient.mesh.device_type)
+            share = by_mesh[gradient.mesh] = shares.setdefault(key, _Share(groups, where))
         if gradient.counts_here and gradient.local.numel():  # an empty tensor has no maximum
             share.locals.append(gradient.local)
     totals = []

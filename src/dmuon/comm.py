@@ -107,6 +107,7 @@ class Channel:
     ) -> None:
         self.phase = phase
         self._ranks = tuple(ranks)
+        self._where = f"over ranks {list(ranks)}"  # made once: there may be thousands
         self._group = group
         self._traffic = traffic
 
@@ -164,7 +165,7 @@ class Channel:
         return work
 
     def _name(self, label: str) -> str:
-        return f"the {self.phase} of {label} over ranks {list(self._ranks)}"
+        return f"the {self.phase} of {label} {self._where}"
 
     def _count(self, buffer: torch.Tensor, root: int) -> None:
         at_root = self._ranks[root] == dist.get_rank()

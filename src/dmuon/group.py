@@ -53,6 +53,7 @@ class DedicatedGroup:
         self.unreduced = False
         self.schedule = Schedule()
         self._arrived = 0
+        self._expected: int | None = None  # how many are to arrive; None: not counted in this backward
         self._on_gradient: Callable[[], None] | None = None
 
     def __repr__(self) -> str:
@@ -176,7 +177,9 @@ class DedicatedGroup:
     @property
     def all_arrived(self) -> bool:
         """Whether every trainable parameter of the group has its gradient, in the running backward."""
-        return self._arrived >= sum(param.resting.requires_grad for param in self.params)
+        if self._expected is None:
+            self._expected = sum(param.resting.requires_grad for param in self.params)
+        return self._arrived >= self._expected
 
     @property
     def has_unreduced_gradient(self) -> bool:
@@ -204,6 +207,7 @@ class DedicatedGroup:
             self.unreduced = self.unreduced or self.ran
         self.ran = self.reached = self.launched = False
         self._arrived = 0
+        self._expected = None
         self.retire()
 
     def retire(self) -> None:

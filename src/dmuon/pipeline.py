@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections import deque
+from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
 from .comm import Pending
@@ -12,9 +13,13 @@ Stages = Generator[Pending, None, T]  # yields the collective of each stage, ret
 
 
 class Operation(Generic[T]):
-    """One operation under way. Starting it issues the collective of its first stage."""
+    """One operation under way. Starting it issues the collective of its first stage.
 
-    def __init__(self, stages: Stages[T]) -> None:
+    number: operations of one pipeline are numbered in the order in which they were started.
+    """
+
+    def __init__(self, stages: Stages[T], number: int) -> None:
+        self.number = number
         self.stage = -1
         self.done = False
         self._result: T | None = None
@@ -52,36 +57,50 @@ class Pipeline(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._operations: list[Operation[T]] = []
+        self._operations: deque[Operation[T]] = deque()  # all, until their results are fetched
+        # Those not known to be done, by stage, so that a poll asks only the first of each. One that has been
+        # advanced by others than us is ahead of its queue.
+        self._queues: list[deque[Operation[T]]] = []
+        self._started = 0
 
     def start(self, stages: Stages[T]) -> Operation[T]:
         """Start an operation: its first collective is issued now."""
-        operation = Operation(stages)
+        operation = Operation(stages, self._started)
+        self._started += 1
         self._operations.append(operation)
+        self._enqueue(operation, 0)
         return operation
+
+    def _enqueue(self, operation: Operation[T], stage: int) -> None:
+        if stage == len(self._queues):
+            self._queues.append(deque())
+        if not operation.done:
+            self._queues[stage].append(operation)
 
     def poll(self) -> None:
         """Take operations to their next stages as far as that needs no waiting."""
-        limit = float("inf")
-        for operation in self._operations:
-            while not operation.done and operation.stage < limit and operation.is_ready():
-                operation.advance()
-            if not operation.done:
-                limit = operation.stage
+        self._advance(Operation.is_ready)
+
+    def _advance(self, may_go_on: Callable[[Operation[T]], bool]) -> None:
+        """A stage of each in turn, so that they overlap; the first that may not go on holds up the rest."""
+        for stage, queue in enumerate(self._queues):  # which grow on the way
+            while queue and may_go_on(queue[0]):
+                operation = queue[0]
+                if operation.stage == stage and not operation.done:
+                    operation.advance()
+                queue.popleft()
+                self._enqueue(operation, stage + 1)
 
     def finish(self, last: Operation[T] | None = None) -> list[T]:
         """Wait for all operations, or for those up to `last`; what they returned, in order."""
-        count = len(self._operations)
-        if last is not None:
-            count = self._operations.index(last) + 1 if last in self._operations else 0
-        due = self._operations[:count]
-        while any(not operation.done for operation in due):
-            for operation in due:  # a stage of each in turn, so that they overlap
-                if not operation.done:
-                    operation.advance()
-        del self._operations[:count]
-        return [operation.result for operation in due]
+        until = self._started if last is None else last.number
+        self._advance(lambda operation: operation.number <= until)
+        results = []
+        while self._operations and self._operations[0].number <= until:
+            results.append(self._operations.popleft().result)
+        return results
 
     def clear(self) -> None:
         """Forget all operations."""
         self._operations.clear()
+        self._queues.clear()

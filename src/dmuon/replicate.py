@@ -36,6 +36,7 @@ class _Bucket:
     params: list[nn.Parameter]
     number: int
     arrived: set[int] = field(default_factory=set)  # id of those that have a gradient, in this backward
+    expected: int | None = None  # how many are to have one; None: not counted in this backward
     launched: bool = False
 
     @property
@@ -44,7 +45,9 @@ class _Bucket:
 
     @property
     def is_complete(self) -> bool:
-        return all(id(param) in self.arrived for param in self.params if param.requires_grad)
+        if self.expected is None:
+            self.expected = len(self.trainable)
+        return len(self.arrived) >= self.expected
 
 
 class Replicas:
@@ -195,6 +198,7 @@ class Replicas:
         self._next = 0
         for bucket in self._buckets:
             bucket.arrived.clear()
+            bucket.expected = None
             bucket.launched = False
 
 

@@ -75,6 +75,7 @@ class Runtime:
         self._by_resting = {id(param.resting): param for param in params}
         self._scheduled_by: dict[DedicatedGroup, nn.Module | None] = {}  # the module of FSDP2 that it follows
         self._next_group: dict[DedicatedGroup, DedicatedGroup] = {}  # as last seen in a forward
+        self._group_before: dict[DedicatedGroup, DedicatedGroup] = {}  # the same, seen from behind
         self._last_group: DedicatedGroup | None = None  # of the forward under way
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
         self.no_sync_depth = 0  # how many `no_sync` are around
@@ -146,6 +147,7 @@ class Runtime:
                 around = base.enclosing(name, scheduled)
                 self._scheduled_by[group] = scheduled[around] if around is not None else None
         self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
+        self._group_before = dict(zip(self.groups[1:], self.groups, strict=False))
         if self.replicas is not None:
             assert channels.base is not None
             self.replicas.start(channels.base, self._advance_reductions)
@@ -162,6 +164,7 @@ class Runtime:
         for param in self.params:
             param.refresh()
         ours = self.layout.mesh.mesh.flatten().tolist()
+        fitting = {self.layout.mesh}
         sharded = base.sharded_modules(self.model)
         paths = self._paths()
         offloaded = [name for name, module in sharded.items() if base.offloads_to_cpu(module)]
@@ -178,13 +181,17 @@ class Runtime:
             )
         for param in self.params:
             around = base.enclosing(paths[param.module], sharded)
-            theirs = base.data_parallel_ranks(sharded[around]) if around is not None else None
-            if theirs is not None and sorted(theirs) != sorted(ours):
+            mesh = base.data_parallel_mesh(sharded[around]) if around is not None else None
+            if mesh is None or mesh in fitting:
+                continue
+            theirs = mesh.mesh.flatten().tolist()
+            if sorted(theirs) != sorted(ours):
                 raise ValueError(
                     f"{param.param_name} was given to dedicate_params with a mesh of the ranks {ours}, and "
                     f"to fully_shard with one of the ranks {theirs}. Give both the same data-parallel mesh; "
                     'for HSDP, dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"]).'
                 )
+            fitting.add(mesh)
 
     def _paths(self) -> dict[nn.Module, str]:
         """Where each module stands now: wrappers may have come in between since `dedicate_params`."""
@@ -280,6 +287,7 @@ class Runtime:
         if not self._in_backward:  # a recomputation says nothing about the order of the forward
             if self._last_group is not None:
                 self._next_group[self._last_group] = group
+                self._group_before[group] = self._last_group
             self._last_group = group
             if (upcoming := self._next_group.get(group)) is not None:
                 upcoming.gather()
@@ -358,8 +366,10 @@ class Runtime:
         return pre_backward
 
     def _prefetch_backward(self, group: DedicatedGroup) -> None:
-        previous = next((g for g, after in self._next_group.items() if after is group), None)
-        if previous is not None and previous.ran and not previous.reached:
+        previous = self._group_before.get(group)
+        if previous is None or self._next_group.get(previous) is not group:
+            return
+        if previous.ran and not previous.reached:
             previous.gather()
 
     def _release_complete(self) -> None:
@@ -432,7 +442,8 @@ class Runtime:
 
     def _finish_backward(self) -> None:
         """The engine has run all of a backward: reduce what is left, hand over the gradients."""
-        late = [group for group in reversed(self.groups) if group not in self._in_turn]
+        in_turn = set(self._in_turn)
+        late = [group for group in reversed(self.groups) if group not in in_turn]
         for group in (*self._in_turn, *late):
             if group.takes_part and (not group.launched or group.has_unreduced_gradient):
                 group.reduce(self._reductions)
