@@ -219,7 +219,7 @@ def _dedicate(
         )
     chosen = chosen_parameters(model, predicate)
     _check(chosen, model)
-    cuts = [_tensor_parallel(candidate, layout) for candidate in chosen]
+    cuts = _tensor_parallel_cuts(chosen, layout)
     if cut_goes_to is not None:
         for candidate, cut in zip(chosen, cuts, strict=True):
             if cut is not None and cut.size > 1:
@@ -368,6 +368,21 @@ def _check(chosen: list[Candidate], model: nn.Module) -> None:
             raise ValueError(f"{name} has shape {shape}; only matrices (two dims) can be dedicated")
         if not param.is_floating_point():
             raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
+
+
+def _tensor_parallel_cuts(chosen: list[Candidate], layout: DataParallelLayout) -> list[TensorParallel | None]:
+    """How tensor parallelism holds each parameter; one object for all that are cut alike."""
+    known: dict[tuple, TensorParallel | None] = {}
+    cuts = []
+    for candidate in chosen:
+        cut = None
+        if isinstance(param := candidate.param, DTensor):
+            key = (param.device_mesh, param.placements, param.shape)
+            if key not in known:
+                known[key] = _tensor_parallel(candidate, layout)
+            cut = known[key]
+        cuts.append(cut)
+    return cuts
 
 
 def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> TensorParallel | None:

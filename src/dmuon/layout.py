@@ -6,7 +6,8 @@ Every layout is a value here. FSDP2 on one mesh dim and HSDP on two differ in `r
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,7 @@ class DataParallelLayout:
     column: tuple[int, ...]  # global ranks that share my shard coordinate, by replicate coordinate
     here: Owner  # my own coordinate
     replicated: bool = False  # DDP: every rank of the row keeps the gathered weights all the time
+    _joint: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def shard_size(self) -> int:
@@ -77,8 +79,12 @@ class DataParallelLayout:
 
     def global_rank(self, owner: Owner) -> int:
         """The global rank at a data-parallel coordinate (of this rank's own slice of the mesh)."""
-        ranks = self.mesh.mesh if self.mesh.ndim == 2 else self.mesh.mesh.unsqueeze(0)  # [replicate, shard]
-        return int(ranks[owner.replicate, owner.shard])
+        return self._ranks[owner.replicate][owner.shard]
+
+    @cached_property
+    def _ranks(self) -> list[list[int]]:
+        """Global ranks, [replicate, shard]."""
+        return self.mesh.mesh.view(-1, self.shard_size).tolist()
 
     def coordinate_of(self, rank: int) -> Owner | None:
         """The data-parallel coordinate of any global rank; None if it is not on the root mesh."""
@@ -89,6 +95,13 @@ class DataParallelLayout:
         index = [root.mesh_dim_names.index(n) for n in names] if names and root.mesh_dim_names else [0]
         coordinate = [int(where[0][i]) for i in index]
         return Owner(coordinate[-1], coordinate[0] if self.mesh.ndim == 2 else 0)
+
+    def with_tp(self, mesh: DeviceMesh) -> DeviceMesh:
+        """The data-parallel dims and behind them those of a tensor-parallel mesh; one object for all
+        parameters, since making a mesh takes time and memory in proportion to its ranks."""
+        if mesh not in self._joint:
+            self._joint[mesh] = joint_mesh(self.mesh, mesh)
+        return self._joint[mesh]
 
     def keeps_weight(self, owner: Owner) -> bool:
         """Whether this rank keeps the weight at rest: the owner, and its replicas in the other rows."""

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .comm import explained
-from .layout import DataParallelLayout, Owner, joint_mesh, wrap_local
+from .layout import DataParallelLayout, Owner, wrap_local
 from .tensor_parallel import TensorParallel
 
 Version = tuple[int, int]
@@ -87,7 +87,7 @@ class DedicatedParam:
             local = local.to(layout.device)
         # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.
         local = local.contiguous() if self.keeps_weight else local.new_empty((0, *local.shape[1:]))
-        self.mesh = layout.mesh if tp is None else joint_mesh(layout.mesh, tp.mesh)
+        self.mesh = layout.mesh if tp is None else layout.with_tp(tp.mesh)
         placements = layout.weight_placements() + (tp.placements if tp is not None else ())
         weight = wrap_local(local, self.full_shape, self.mesh, placements)
         self.resting = nn.Parameter(weight, requires_grad=source.requires_grad)

@@ -29,6 +29,8 @@ from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_ste
 
 logger = logging.getLogger(__name__)
 
+_FOREACH_SIZE = 32  # DTensors in one foreach operation
+
 
 @dataclass(frozen=True)
 class _Matrix:
@@ -167,7 +169,8 @@ class Muon(Optimizer):
         self._runtime.keep_in_pieces(partial(chooses, gram_policy))
         checkpoint.install_optimizer_hooks(self)
         self._runtime.orthogonalization = self._orthogonalization()
-        logger.info("%s", summary(model))
+        if logger.isEnabledFor(logging.INFO):
+            logger.info("%s", summary(model))
         self._warn_of_rounding()
 
     # Groups
@@ -431,7 +434,7 @@ class Muon(Optimizer):
         self._adamw.param_groups = [
             {**self._adamw.defaults, **group, "lr": float(group["lr"]), "params": params}
             for group in groups
-            for params in _by_mesh(group["params"])
+            for params in _taken_at_once(group["params"])
         ]
         self._adamw.step()
 
@@ -456,12 +459,20 @@ def _has_dims_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
     return set(other.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist())
 
 
-def _by_mesh(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Split by device mesh: one foreach operation does not take tensors of several meshes."""
+def _taken_at_once(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Lists that foreach operations are given: DTensors of one device mesh, and not too many.
+
+    An operation refuses tensors of several meshes. In the first step on a list of DTensors it looks at the
+    whole list once for each of them.
+    """
     split: dict[Any, list[torch.Tensor]] = {}
     for param in params:
         split.setdefault(param.device_mesh if isinstance(param, DTensor) else None, []).append(param)
-    return list(split.values())
+    plain = split.pop(None, [])
+    lists = [
+        same[i : i + _FOREACH_SIZE] for same in split.values() for i in range(0, len(same), _FOREACH_SIZE)
+    ]
+    return [*lists, plain] if plain else lists
 
 
 def _check_muon(group: dict[str, Any]) -> None:
