@@ -1,0 +1,233 @@
+"""The cost of set-up and bookkeeping: linear in the number of matrices, small on thousands of ranks.
+
+Counted, not timed: bytecode instructions that ours run, and torch's calls.
+"""
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dmuon
+import layouts
+from dmuon.comm import Pending
+from dmuon.pipeline import Pipeline
+from dmuon.planner.registry import from_registry
+
+TESTS = Path(__file__).parent
+DEPTHS = (8, 16, 32)  # layers, of four matrices each
+
+
+# By the number of matrices
+
+
+def instructions_of(action: Callable[[], object]) -> int:
+    """Bytecode instructions that dmuon's files run in a call: loops count by what they do.
+
+    Without the assignment, which looks for as long as a constant amount of work allows.
+    """
+    ours = str(Path(dmuon.__file__).parent)
+    count = 0
+
+    def trace(frame, event, arg):
+        path = frame.f_code.co_filename
+        if not path.startswith(ours) or path.endswith("assignment.py"):
+            return None
+        frame.f_trace_lines, frame.f_trace_opcodes = False, True
+        return trace_ours
+
+    def trace_ours(frame, event, arg):
+        nonlocal count
+        count += event == "opcode"
+        return trace_ours
+
+    sys.settrace(trace)
+    try:
+        action()
+    finally:
+        sys.settrace(None)
+    return count
+
+
+def calls_of(action: Callable[[], object]) -> int:
+    """Python functions that are called, torch's included."""
+    count = 0
+
+    def profile(frame, event, arg):
+        nonlocal count
+        count += event == "call"
+
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def join(sizes: dict[str, int]) -> None:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=math.prod(sizes.values()), store=FakeStore())
+
+
+def bookkeeping(sizes: dict[str, int]) -> dict[str, list[int]]:
+    """By phase, the instructions for models of DEPTHS."""
+    join(sizes)
+    counts: dict[str, list[int]] = {}
+
+    def note(phase: str, action: Callable[[], object]) -> None:
+        counts.setdefault(phase, []).append(instructions_of(action))
+
+    for depth in DEPTHS:
+        model = layouts.Model(depth=depth)
+        optimizers, losses = [], []
+        note("set-up", lambda model=model, out=optimizers: out.append(layouts.build(model, sizes)))
+        (optimizer,) = optimizers
+        note("forward", lambda model=model, out=losses: out.append(layouts.loss_of(model, 0)))
+        note("backward", losses[0].backward)
+        note("clip", lambda model=model: dmuon.clip_grad_norm_(model, 1.0))
+        if "tp" not in sizes:  # the fake group refuses an all_to_all to which this rank gives nothing
+            note("step", optimizer.step)
+            note("state_dict", lambda model=model, opt=optimizer: (model.state_dict(), opt.state_dict()))
+        note("zero_grad", optimizer.zero_grad)
+    return counts
+
+
+def one_group(sizes: dict[str, int]) -> dict[str, list[int]]:
+    """`bookkeeping` where all matrices are in one group: fully_shard wraps nothing but the root."""
+
+    def shard(model, mesh, **kwargs):
+        layouts.fully_shard(model, mesh=mesh["dp"], **kwargs)
+
+    layouts.shard = shard
+    return bookkeeping(sizes)
+
+
+def first_step(sizes: dict[str, int]) -> dict[str, list[int]]:
+    """Calls in the first step, in which torch plans each operation on DTensors."""
+    join(sizes)
+    counts = []
+    for depth in DEPTHS:
+        model = layouts.Model(depth=2 * depth)  # several lists of base parameters
+        optimizer = layouts.build(model, sizes)
+        layouts.loss_of(model, 0).backward()
+        counts.append(calls_of(optimizer.step))
+    return {"first step": counts}
+
+
+def in_a_process(call: str) -> dict[str, list[int]]:
+    code = f"import json, test_scale as t; print(json.dumps(t.{call}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=TESTS, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "bookkeeping({'dp': 4})",
+        "bookkeeping({'replicate': 2, 'shard': 2})",
+        "bookkeeping({'ddp': 4})",
+        "bookkeeping({'dp': 2, 'tp': 2})",
+        "one_group({'dp': 4})",
+        "first_step({'dp': 4})",
+    ],
+)
+def test_twice_the_matrices_cost_twice_as_much(call):
+    for phase, (first, second, third) in in_a_process(call).items():
+        # What is the same at every depth drops out. 2 is linear, 4 is quadratic.
+        assert third - second <= 2.3 * (second - first), f"{phase}: {first}, {second}, {third}"
+
+
+class Slow(Pending):
+    """A collective that is over when it is told so."""
+
+    def __init__(self) -> None:
+        super().__init__(None, None, "slow")
+        self.over = False
+        self.asked = 0
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        return self.over
+
+    def wait(self) -> None:
+        self.over = True
+
+
+def test_a_poll_asks_the_first_operation_of_each_stage():
+    pipeline = Pipeline[int]()
+    collectives = [[Slow(), Slow()] for _ in range(100)]
+    entered: list[tuple[int, int]] = []  # operation, stage
+
+    def stages(number: int):
+        for stage, collective in enumerate(collectives[number]):
+            entered.append((number, stage))
+            yield collective
+        return number
+
+    for number in range(100):
+        pipeline.start(stages(number))
+    collectives[1][0].over = True  # which does not help it past the first one
+    pipeline.poll()
+    assert sum(c.asked for pair in collectives for c in pair) == 1
+    assert (1, 1) not in entered
+
+    for number in range(60):
+        collectives[number][0].over = True
+    pipeline.poll()  # sixty go on; one of each stage stops it
+    assert [number for number, stage in entered if stage == 1] == list(range(60))
+    before = sum(c.asked for pair in collectives for c in pair)
+    pipeline.poll()
+    assert sum(c.asked for pair in collectives for c in pair) == before + 2
+
+    third = pipeline.start(stages(3))  # anew: two stages behind all others
+    assert pipeline.finish(pipeline._operations[9]) == list(range(10))
+    assert (60, 1) not in entered
+    assert pipeline.finish() == [*range(10, 100), 3]
+    assert third.done
+    assert [number for number, stage in entered if stage == 1] == [*range(100), 3]
+    assert pipeline.finish(third) == []
+
+
+def test_an_operation_may_be_ahead_of_the_pipeline():
+    """As under DDP, where a forward issues what a publish still has to issue."""
+    pipeline = Pipeline[str]()
+    collectives = {name: [Slow(), Slow(), Slow()] for name in "ab"}
+
+    def stages(name: str):
+        yield from collectives[name]
+        return name
+
+    operations = [pipeline.start(stages(name)) for name in "ab"]
+    operations[0].advance()
+    operations[0].advance()
+    operations[1].advance()
+    assert pipeline.finish(operations[0]) == ["a"]
+    assert not operations[1].done
+    assert operations[1].stage == 1
+    assert pipeline.finish() == ["b"]
+
+
+# On thousands of ranks
+
+
+@pytest.mark.parametrize("mesh", ["replicate=16,shard=256", "replicate=8,shard=64,tp=8"])
+def test_llama_3_8b_is_set_up_on_meta_for_one_of_4096_ranks(mesh):
+    command = [sys.executable, str(TESTS.parent / "benchmarks" / "scale.py"), "--large", mesh]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    published = from_registry("llama-3-8b")
+    assert seen["ranks"] == 4096
+    assert seen["numel"] == published.numel
+    assert seen["matrices"] == len(published.dedicated)
+    assert seen["all_on_meta"]
+    assert seen["peak_mib"] < 2048
