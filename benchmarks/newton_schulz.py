@@ -140,7 +140,8 @@ class Contest:
         side, rate = self.best_product(max(seconds, 0.3))
         yield (
             f"Five steps in {name}, backend {self.backend}, form {self.algorithm}. "
-            f"Products of {side} x {side} run at {rate / 1e12:.3g} TFLOP/s. Medians and quartiles of {rounds} rounds."
+            f"Products of {side} x {side} run at {rate / 1e12:.3g} TFLOP/s. "
+            f"Medians and quartiles of {rounds} rounds."
         )
         yield ""
         yield (
