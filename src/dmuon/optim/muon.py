@@ -353,8 +353,10 @@ class Muon(Optimizer):
                 if resting.grad is not None and param is not None:
                     updates[param] = self._begin_update(param, rule, settings, mine)
                     param.mark_updated()
+            device = self._runtime.layout.device
+            dtype = settings.compute_dtype(self.momentum_dtype, device)
             for (rows, cols), matrices in mine.items():
-                count = matrices_at_once(rows, cols, matrices[0].momentum.dtype, self._runtime.layout.device)
+                count = matrices_at_once(rows, cols, dtype, device)
                 for first in range(0, len(matrices), count):
                     updates |= self._orthogonalize(matrices[first : first + count], rule, settings, scratch)
         return updates
