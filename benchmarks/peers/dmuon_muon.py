@@ -1,0 +1,61 @@
+"""dmuon: `dedicate_params` before `fully_shard`, and `dmuon.Muon` for everything."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import dmuon
+from parallel import spread_for_dmuon
+from settings import (
+    ADAMW_BETAS,
+    ADAMW_EPS,
+    ADAMW_LR,
+    LR,
+    MOMENTUM,
+    NESTEROV,
+    NS_STEPS,
+    WEIGHT_DECAY,
+)
+
+NAME = "dmuon"
+UPDATE = "muon"
+NOTE = "dedicate_params, then fully_shard; dmuon.Muon for all parameters, with its defaults (Newton-Schulz in float32)."
+
+
+def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon]:
+    spread = spread_for_dmuon(model, mesh, bfloat16=False)
+    optimizer = dmuon.Muon(
+        spread,
+        lr=LR,
+        momentum=MOMENTUM,
+        nesterov=NESTEROV,
+        ns_steps=NS_STEPS,
+        weight_decay=WEIGHT_DECAY,
+        adamw_lr=ADAMW_LR,
+        adamw_betas=ADAMW_BETAS,
+        adamw_eps=ADAMW_EPS,
+        adamw_weight_decay=WEIGHT_DECAY,
+    )
+    return spread, optimizer
+
+
+def finish(optimizer: dmuon.Muon) -> None:
+    optimizer.synchronize()
+
+
+def newton_schulz(model: nn.Module) -> Callable[[], None]:
+    shapes = [
+        tuple(p.full_shape) for p in dmuon.get_dedicated_params(model) if p.owner_rank == dist.get_rank()
+    ]
+    matrices = [torch.randn(shape) for shape in shapes]
+
+    def loop() -> None:
+        for matrix in matrices:
+            dmuon.newton_schulz(matrix, steps=NS_STEPS)
+
+    return loop
