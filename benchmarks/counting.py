@@ -29,7 +29,7 @@ from torch.utils._pytree import tree_flatten
 
 Arguments = Mapping[str, Any]
 NAMESPACES = ("c10d", "_c10d_functional")
-NO_COLLECTIVE = {"barrier", "monitored_barrier_", "wait_tensor", "check_for_nan"}
+NO_COLLECTIVE = {"barrier", "monitored_barrier_", "wait_tensor", "check_for_nan", "_wrap_tensor_autograd"}
 
 
 def size(tensors: Any) -> int:

@@ -107,7 +107,7 @@ def find_peers(folders: Iterable[Path], only: Iterable[str] = ()) -> list[Peer]:
     wanted = list(only) or list(files)
     if missing := [name for name in wanted if name not in files]:
         raise ValueError(f"there is no peer {missing[0]!r}; there are {', '.join(files)}")
-    return [load(path) for name, path in files.items() if name in wanted]
+    return [load(files[name]) for name in sorted(wanted)]
 
 
 def load(path: Path) -> Peer:

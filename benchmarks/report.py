@@ -16,8 +16,8 @@ from metrics import COLOURS, FAINT, INK
 Row = dict[str, Any]
 MEGA = 1e6
 LOSS_TOLERANCE = 0.05  # relative difference of losses after the warm-up, which rounding alone does not make
-TIMES = ("", "iteration, ms", "ratio", "step(), ms", "settled, ms", "first loss", "warm", "last")
-COUNTS = ("", "collectives", "MB moved, mean", "most", "MB at rest", "MB at peak")
+TIMES = ("", "iteration, ms", "ratio", "step(), ms", "settled, ms")
+COUNTS = ("", "collectives", "MB moved", "most", "MB at rest", "peak", "losses")
 OTHER_COLOUR = "#8a8a8a"
 
 
@@ -50,6 +50,8 @@ class Report:
     def __init__(self, result: dict[str, Any]) -> None:
         self.result = result
         self.meshes: list[dict[str, Any]] = result["meshes"]
+        for mesh in self.meshes:  # the baseline first
+            mesh["peers"].sort(key=lambda row: row["file"] != result["baseline"])
 
     def ratios(self, mesh: dict[str, Any], row: Row) -> list[float]:
         """Iteration time over the baseline's, a value a round; empty if either did not run."""
@@ -65,11 +67,10 @@ class Report:
                 continue
             ratios = self.ratios(mesh, row)
             times = [milliseconds(row[key]) for key in ("iteration", "step", "settled")]
-            losses = [f"{row['loss'][key]:.3f}" for key in ("first", "warm", "last")]
-            rows.append([row["name"], times[0], spread(ratios, 3) if ratios else "", *times[1:], *losses])
+            rows.append([row["name"], times[0], spread(ratios, 3) if ratios else "", *times[1:]])
             if "newton_schulz" in row:
                 alone = milliseconds(row["newton_schulz"])
-                rows.append([f"{row['name']}'s Newton-Schulz alone", "", "", alone, "", "", "", ""])
+                rows.append([f"{row['name']}'s Newton-Schulz alone", "", "", alone, ""])
         return rows
 
     def counts(self, mesh: dict[str, Any]) -> list[list[str]]:
@@ -87,6 +88,7 @@ class Report:
                     f"{more}{max(moved) / MEGA:.2f}",
                     f"{max(row['rest']) / MEGA:.2f}",
                     f"{max(row['peak']) / MEGA:.2f}",
+                    "  ".join(f"{row['loss'][key]:.3f}" for key in ("first", "warm", "last")),
                 ]
             )
         return rows
@@ -137,10 +139,10 @@ class Report:
                 failed = [row for row in rows if len(row) != len(header)]
                 for row in rows:
                     if row not in failed:
-                        table.add_row(*row)
+                        table.add_row(*(cell.replace(" [", "\n[") for cell in row))
                 console.print(table)
                 for row in failed:
-                    console.print(" ".join(row), markup=False, highlight=False)
+                    console.print(": ".join(row), markup=False, highlight=False)
             for remark in self.remarks(mesh):
                 console.print(remark, markup=False, highlight=False)
         for line in self.setting():

@@ -28,10 +28,8 @@ def matrices_and_others(model: nn.Module) -> tuple[list[nn.Parameter], list[nn.P
 
 
 def adamw(groups: Iterable[Any]) -> AdamW:
-    """torch's AdamW, as every contestant that relies on it has it."""
-    return AdamW(
-        groups, lr=ADAMW_LR, betas=ADAMW_BETAS, eps=ADAMW_EPS, weight_decay=WEIGHT_DECAY, foreach=True
-    )
+    """torch's AdamW, as every contestant that relies on it has it: fused, its fastest form on CPU too."""
+    return AdamW(groups, lr=ADAMW_LR, betas=ADAMW_BETAS, eps=ADAMW_EPS, weight_decay=WEIGHT_DECAY, fused=True)
 
 
 class Together:

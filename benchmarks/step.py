@@ -3,7 +3,8 @@
     python benchmarks/step.py
     python benchmarks/step.py --mesh dp=4 --width 512 --layers 8 --peers my_peers
 
-Writes a table, a picture and all measured values to benchmarks/results; README.md there says how to read them.
+Writes tables, a picture and all measured values to benchmarks/results; benchmarks/README.md says how to read
+them.
 """
 
 from __future__ import annotations
@@ -18,13 +19,11 @@ import tempfile
 import time
 from pathlib import Path
 
-HERE = Path(__file__).resolve().parent
-for folder in (HERE, HERE.parent / "examples"):  # the model and its meshes are those of the examples
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-
 import torch.multiprocessing as mp
 from rich.console import Console
+
+# The model and its meshes are those of the examples.
+sys.path.append(str(Path(__file__).resolve().parent.parent / "examples"))
 
 from gpt import GPTConfig
 from machine import cores
@@ -35,6 +34,7 @@ from report import Report
 from train_gpt import positive_int
 from worker import Job, work
 
+HERE = Path(__file__).resolve().parent
 MESHES = ("dp=4", "replicate=2,dp=2", "dp=2,tp=2")
 GRACE = 5.0  # seconds for the processes to end after they were told to
 
@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_mesh,
         action="append",
         metavar="SIZES",
-        help="a mesh to run on; may be given several times, with sizes of one product: the number of processes. "
+        help="a mesh to run on; repeat it for more, whose sizes must have one product: the number of processes. "
         "dp=4: FSDP2. replicate=2,dp=2: HSDP. dp=2,tp=2: with tensor parallelism. "
         f"Without it: {'  '.join(MESHES)}",
     )
@@ -68,7 +68,7 @@ def build_parser() -> argparse.ArgumentParser:
         action="append",
         default=[],
         metavar="FILE",
-        help="a peer to run, by its file; repeat for more",
+        help="a peer to run, by its file; repeat it",
     )
     contest.add_argument(
         "--baseline", default="fsdp2_adamw", metavar="FILE", help="the peer that the others are compared with"
@@ -93,7 +93,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--iterations",
         type=positive_int,
         default=3,
-        help="whole iterations that a peer is timed for in a round",
+        help="whole iterations a peer is timed for in a round",
     )
     method.add_argument(
         "--steps", type=positive_int, default=2, help="step() alone, so many times in a round as well"
@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--threads",
         type=positive_int,
         metavar="N",
-        help="per process. Default: cores / processes, at least 1",
+        help="per process; by default cores / processes",
     )
     method.add_argument("--timeout", type=float, default=1200.0, help="seconds after which all is given up")
     method.add_argument(

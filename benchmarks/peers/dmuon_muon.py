@@ -24,7 +24,10 @@ from settings import (
 
 NAME = "dmuon"
 UPDATE = "muon"
-NOTE = "dedicate_params, then fully_shard; dmuon.Muon for all parameters, with its defaults (Newton-Schulz in float32)."
+NOTE = (
+    "dedicate_params, then fully_shard; dmuon.Muon for all parameters: Newton-Schulz in float32, its default "
+    "on CPU, and AdamW(fused=True)."
+)
 
 
 def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon]:
@@ -40,6 +43,7 @@ def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon]:
         adamw_betas=ADAMW_BETAS,
         adamw_eps=ADAMW_EPS,
         adamw_weight_decay=WEIGHT_DECAY,
+        adamw_fused=True,
     )
     return spread, optimizer
 
@@ -49,10 +53,8 @@ def finish(optimizer: dmuon.Muon) -> None:
 
 
 def newton_schulz(model: nn.Module) -> Callable[[], None]:
-    shapes = [
-        tuple(p.full_shape) for p in dmuon.get_dedicated_params(model) if p.owner_rank == dist.get_rank()
-    ]
-    matrices = [torch.randn(shape) for shape in shapes]
+    records = dmuon.get_dedicated_params(model)
+    matrices = [torch.randn(*p.full_shape) for p in records if p.owner_rank == dist.get_rank()]
 
     def loop() -> None:
         for matrix in matrices:

@@ -11,7 +11,7 @@ from settings import adamw, matrices_and_others
 
 NAME = "FSDP2 + AdamW"
 UPDATE = "adamw"
-NOTE = "fully_shard; torch.optim.AdamW(foreach=True) for all parameters."
+NOTE = "fully_shard; torch.optim.AdamW(fused=True) for all parameters."
 
 
 def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, AdamW]:
