@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from peer import first_line
 
 T = TypeVar("T")
+
+
+def own_mesh(sizes: dict[str, int]) -> DeviceMesh:
+    """A mesh with process groups of its own: what fails on one may leave them useless for all others."""
+    names = tuple(sizes)
+    return init_device_mesh(
+        "cpu", tuple(sizes.values()), mesh_dim_names=names, backend_override=dict.fromkeys(names, "gloo")
+    )
 
 
 class Control:
@@ -28,17 +38,19 @@ class Control:
         dist.barrier(group=self._group)
 
     def attempt(self, action: Callable[[], T]) -> tuple[T | None, str]:
-        """Do something on every rank; returns its result here, and, if any rank failed, why."""
+        """Do something on every rank; returns its result here, and, if any rank failed, why the first did."""
         value, error = None, ""
         try:
             value = action()
         except (Exception, SystemExit) as problem:  # a peer's code: whatever it does, the others run
             error = first_line(problem)
-        errors = self.gather(error)
-        if not any(errors):
+        errors = self.gather((time.time(), error))
+        failed = sorted((when, rank, text) for rank, (when, text) in enumerate(errors) if text)
+        if not failed:
             return value, ""
-        rank = next(rank for rank, error in enumerate(errors) if error)
-        return None, errors[rank] if all(errors) else f"{errors[rank]} (on rank {rank})"
+        _, rank, cause = failed[0]  # what failed later may have waited for it
+        everywhere = all(text == cause for _, text in errors)
+        return None, cause if everywhere else f"{cause} (on rank {rank})"
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value."""

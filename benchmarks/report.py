@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,11 +66,13 @@ class Report:
                 rows.append([row["name"], f"not here: {row['error']}"])
                 continue
             ratios = self.ratios(mesh, row)
+            is_base = row["file"] == self.result["baseline"]
+            ratio = "1" if is_base else spread(ratios, 3) if ratios else ""
             times = [milliseconds(row[key]) for key in ("iteration", "step", "settled")]
-            rows.append([row["name"], times[0], spread(ratios, 3) if ratios else "", *times[1:]])
+            rows.append([row["name"], times[0], ratio, *times[1:]])
             if "newton_schulz" in row:
                 alone = milliseconds(row["newton_schulz"])
-                rows.append([f"{row['name']}'s Newton-Schulz alone", "", "", alone, ""])
+                rows.append([f"{row['name']}: Newton-Schulz", "", "", alone, ""])
         return rows
 
     def counts(self, mesh: dict[str, Any]) -> list[list[str]]:
@@ -88,7 +90,7 @@ class Report:
                     f"{more}{max(moved) / MEGA:.2f}",
                     f"{max(row['rest']) / MEGA:.2f}",
                     f"{max(row['peak']) / MEGA:.2f}",
-                    "  ".join(f"{row['loss'][key]:.3f}" for key in ("first", "warm", "last")),
+                    " ".join(f"{row['loss'][key]:.3f}" for key in ("first", "warm", "last")),
                 ]
             )
         return rows
@@ -169,45 +171,52 @@ class Report:
         import matplotlib.pyplot as plt
 
         count = len(self.meshes)
-        size = (max(6.0, 4.0 * count), 4.2)
-        figure, all_axes = plt.subplots(1, count, figsize=size, dpi=150, layout="constrained", sharex=True)
-        for axes, mesh in zip([all_axes] if count == 1 else all_axes, self.meshes, strict=True):
-            self._draw_mesh(axes, mesh)
-        base = next(r["name"] for r in self.meshes[0]["peers"] if r["file"] == self.result["baseline"])
-        figure.suptitle(f"Time of a training iteration, {base} = 1", x=0.01, ha="left", color=INK, size=12)
+        size = (2.2 + 3.2 * count, 1.4 + 0.6 * len(self.meshes[0]["peers"]))
+        figure, all_axes = plt.subplots(
+            1, count, figsize=size, dpi=150, layout="constrained", sharex=True, sharey=True, squeeze=False
+        )
+        longest = 1.0
+        for axes, mesh in zip(all_axes[0], self.meshes, strict=True):
+            longest = max(longest, self._draw_mesh(axes, mesh))
+        all_axes[0][0].set_xlim(0, 1.25 * longest)  # room for the numbers
+        figure.suptitle(
+            f"Time of a training iteration, {self._base_name()} = 1", x=0.01, ha="left", color=INK
+        )
         figure.savefig(path)
         plt.close(figure)
 
-    def _draw_mesh(self, axes: Any, mesh: dict[str, Any]) -> None:
+    def _base_name(self) -> str:
+        return next(row["name"] for row in self.meshes[0]["peers"] if row["file"] == self.result["baseline"])
+
+    def _draw_mesh(self, axes: Any, mesh: dict[str, Any]) -> float:
+        """One panel; returns the end of its longest bar."""
+        longest = 0.0
         rows = mesh["peers"][::-1]  # the first on top
         for place, row in enumerate(rows):
             ratios = self.ratios(mesh, row)
             if not ratios:
-                axes.text(0.02, place, "not here", va="center", color=INK, size=8)
+                axes.text(0, place, "  not here", va="center", color=INK, size=9)
                 continue
             low, middle, high = quartiles(ratios)
             error = [[middle - low], [high - middle]]
             axes.barh(place, middle, height=0.62, color=colour(row), xerr=error, ecolor=INK, capsize=3)
             axes.text(high, place, f"  {middle:.2f}", va="center", color=INK, size=9)
+            longest = max(longest, high)
         axes.axvline(1, color=INK, linewidth=0.8, linestyle=(0, (4, 4)))
+        axes.set_ylim(-0.6, len(rows) - 0.4)
         axes.set_yticks(range(len(rows)), [row["name"] for row in rows])
         axes.set_title(mesh["mesh"], loc="left", color=INK, size=10)
-        axes.margins(x=0.15)
-        axes.set_xlim(left=0)
         axes.grid(axis="x", color=FAINT, linewidth=0.6)
         axes.set_axisbelow(True)
         axes.tick_params(colors=INK, length=0)
         for side in ("top", "right", "left"):
             axes.spines[side].set_visible(False)
+        return longest
 
 
 def colour(row: Row) -> str:
     """AdamW's and dmuon's colours are those of the examples' pictures; all others are grey."""
-    known: dict[str, Callable[[], str]] = {
-        "fsdp2_adamw": lambda: COLOURS["adamw"],
-        "dmuon_muon": lambda: COLOURS["dmuon"],
-    }
-    return known.get(row["file"], lambda: OTHER_COLOUR)()
+    return {"fsdp2_adamw": COLOURS["adamw"], "dmuon_muon": COLOURS["dmuon"]}.get(row["file"], OTHER_COLOUR)
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

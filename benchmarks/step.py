@@ -51,7 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=parse_mesh,
         action="append",
         metavar="SIZES",
-        help="a mesh to run on; repeat it for more, whose sizes must have one product: the number of processes. "
+        help="a mesh to run on; repeat it for more meshes of as many processes. "
         "dp=4: FSDP2. replicate=2,dp=2: HSDP. dp=2,tp=2: with tensor parallelism. "
         f"Without it: {'  '.join(MESHES)}",
     )

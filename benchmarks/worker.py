@@ -18,15 +18,14 @@ import torch.distributed as dist
 from rich.console import Console
 
 from contestant import SETTLING, Contestant, mean_losses, prepare
-from control import Control
+from control import Control, own_mesh
 from machine import describe
 from model import Task
-from parallel import build_mesh, mesh_text
+from parallel import mesh_text
 from peer import Peer, Unfit, find_peers
 from rounds import Turn, play, time_contestant, time_newton_schulz
 
 PATIENCE = timedelta(seconds=120)  # of a collective; the first call of compiled code is in it
-DEVICE = torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -97,7 +96,7 @@ def contest(sizes: dict[str, int], job: Job, control: Control, console: Console)
 
 def enter(peer: Peer, sizes: dict[str, int], job: Job) -> tuple[Contestant, dict[str, Any]]:
     """Prepare a peer, on a mesh of its own."""
-    mesh = build_mesh(sizes, DEVICE)
+    mesh = own_mesh(sizes)
     if reason := peer.why_not(mesh):
         raise Unfit(reason)
     return prepare(peer, job.task, mesh, job.warmup)
