@@ -32,7 +32,7 @@ lint: $(READY) ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(READY) ## time iterations and steps of several optimizers side by side, on four processes
+bench: $(READY) ## time whole iterations and step() of several optimizers, on four processes
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
 clean: ## remove .venv, caches and build results (never runs/, which holds your checkpoints)

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from metrics import COLOURS, FAINT, INK
+from spread import by_round, quartiles, spread
 
 Row = dict[str, Any]
 MEGA = 1e6
@@ -21,27 +22,8 @@ COUNTS = ("", "collectives", "MB moved", "most", "MB at rest", "peak", "losses")
 OTHER_COLOUR = "#8a8a8a"
 
 
-def spread(values: Sequence[float], digits: int) -> str:
-    """The median and the quartiles."""
-    low, middle, high = quartiles(values)
-    return f"{middle:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """The lower quartile, the median, the upper quartile."""
-    if len(values) == 1:
-        return values[0], values[0], values[0]
-    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
-    return low, middle, high
-
-
 def milliseconds(seconds: Sequence[float]) -> str:
     return spread([1e3 * value for value in seconds], 1)
-
-
-def by_round(values: Sequence[float], of: Sequence[float]) -> list[float]:
-    """Ratios within each round."""
-    return [value / base for value, base in zip(values, of, strict=True)]
 
 
 class Report:

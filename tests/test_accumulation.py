@@ -90,15 +90,15 @@ FSDP2S = [gradient_sync, all_reduce, last_backward]
 
 @contextlib.contextmanager
 def counted_newton_schulz() -> Iterator[list[torch.Size]]:
-    """The shapes of what this rank has orthogonalized."""
+    """The shapes of the matrices that this rank has orthogonalized."""
     calls: list[torch.Size] = []
-    original = dmuon.optim.muon.newton_schulz
+    original = dmuon.optim.muon.orthogonalize
 
-    def counted(matrix: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        calls.append(matrix.shape)
-        return original(matrix, *args, **kwargs)
+    def counted(batch: torch.Tensor, *args: Any) -> torch.Tensor:
+        calls.extend(matrix.shape for matrix in batch)
+        return original(batch, *args)
 
-    with mock.patch.object(dmuon.optim.muon, "newton_schulz", counted):
+    with mock.patch.object(dmuon.optim.muon, "orthogonalize", counted):
         yield calls
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,9 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import dmuon
+from dmuon.optim.newton_schulz import Settings, orthogonalize, resolve_coefficients
+from dmuon.optim.products import matrices_at_once
+from dmuon.scratch import Scratch
 from parallel import spread_for_dmuon
 from settings import (
     ADAMW_BETAS,
@@ -53,11 +57,18 @@ def finish(optimizer: dmuon.Muon) -> None:
 
 
 def newton_schulz(model: nn.Module) -> Callable[[], None]:
-    records = dmuon.get_dedicated_params(model)
-    matrices = [torch.randn(*p.full_shape) for p in records if p.owner_rank == dist.get_rank()]
+    """As the step does it: matrices of one shape in batches, in buffers that are used again."""
+    settings = Settings(resolve_coefficients("quintic", NS_STEPS))
+    rank = dist.get_rank()
+    counts = Counter(tuple(p.full_shape) for p in dmuon.get_dedicated_params(model) if p.owner_rank == rank)
+    batches: list[torch.Tensor] = []
+    for (rows, cols), count in counts.items():
+        at_once = matrices_at_once(rows, cols, torch.float32, torch.device("cpu"))
+        batches += torch.randn(count, rows, cols).split(at_once)
 
     def loop() -> None:
-        for matrix in matrices:
-            dmuon.newton_schulz(matrix, steps=NS_STEPS)
+        scratch = Scratch(reuse=True)
+        for batch in batches:
+            scratch.give_back(orthogonalize(batch, settings, scratch))
 
     return loop

@@ -39,7 +39,8 @@ def summary(model: nn.Module) -> str:
 
     `owner` is the global rank that runs Newton-Schulz for the matrix (of this rank's slice of the mesh).
     `bytes` are those of the whole tensor. The last lines say how evenly the work is spread: the busiest
-    owner's operations against the mean, and against the best that any assignment can do.
+    owner's operations against the mean, and against the best that any assignment can do; and, once `Muon` is
+    built, in which dtype and with which backend it orthogonalizes.
 
     Raises:
         ValueError: if the model has no dedicated parameters.
@@ -66,7 +67,10 @@ def summary(model: nn.Module) -> str:
                 f"{nbytes:,}",
             )
         )
-    return "\n".join([*_table(rows), "", *_balance(runtime.params, totals)])
+    lines = [*_table(rows), "", *_balance(runtime.params, totals)]
+    if runtime.orthogonalization is not None:
+        lines.append(f"newton-schulz: {runtime.orthogonalization}")
+    return "\n".join(lines)
 
 
 def _owner_text(param: DedicatedParam) -> str:

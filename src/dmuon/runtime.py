@@ -71,6 +71,7 @@ class Runtime:
         self.options = options
         self.groups: list[DedicatedGroup] = []  # in module order
         self.replicas: Replicas | None = None  # the base parameters, where `replicate` is to care for them
+        self.orthogonalization: str | None = None  # how the optimizer does it, in words
         self.traffic = Traffic()
         self._by_resting = {id(param.resting): param for param in params}
         self._scheduled_by: dict[DedicatedGroup, nn.Module | None] = {}  # the module of FSDP2 that it follows

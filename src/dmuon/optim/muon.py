@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, overload
 
@@ -19,12 +20,23 @@ from ..inspect import summary
 from ..parameter import DedicatedParam
 from ..replicate import ddp_around, ddp_ranks
 from ..runtime import find_runtime
+from ..scratch import Scratch
 from ..selection import clean_name
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
-from .newton_schulz import Coefficients, newton_schulz, resolve_coefficients
+from .newton_schulz import Coefficients, Settings, orthogonalize, resolve_coefficients
+from .products import Backend, backend_name, check_backend, matrices_at_once
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Matrix:
+    """A matrix that this rank orthogonalizes; momentum, gradient: [rows, cols], whole."""
+
+    param: DedicatedParam
+    momentum: torch.Tensor
+    gradient: torch.Tensor
 
 
 class Muon(Optimizer):
@@ -76,6 +88,8 @@ class Muon(Optimizer):
         tp_distributed_gram_policy: "beneficial" does so where it moves fewer bytes, "always" wherever it can
             be done, "never" nowhere.
         adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA.
+        ns_backend: how Newton-Schulz computes products with a symmetric result: "full", "panels", "quack", or
+            "auto" for the fastest on the device; see `dmuon.optim.products`.
 
     Raises:
         ValueError: for settings out of range, by name; for a model without dedicated parameters; for
@@ -108,6 +122,7 @@ class Muon(Optimizer):
         tp_distributed_gram: bool = False,
         tp_distributed_gram_policy: GramPolicy = "beneficial",
         adamw_fused: bool | None = None,
+        ns_backend: Backend = "auto",
     ) -> None:
         self._runtime = find_runtime(model)
         self._runtime.check()
@@ -117,6 +132,7 @@ class Muon(Optimizer):
         self._verified = False
         self.replicate_async = replicate_async
         self.momentum_dtype = _check_dtype("momentum_dtype", momentum_dtype)
+        self.ns_backend = check_backend(ns_backend)  # of this machine: not in the state_dict
         self._muon_defaults = {
             "lr": lr,
             "momentum": momentum,
@@ -150,6 +166,7 @@ class Muon(Optimizer):
         self._runtime.seal()
         self._runtime.keep_in_pieces(partial(chooses, gram_policy))
         checkpoint.install_optimizer_hooks(self)
+        self._runtime.orthogonalization = self._orthogonalization()
         logger.info("%s", summary(model))
         self._warn_of_rounding()
 
@@ -223,6 +240,13 @@ class Muon(Optimizer):
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
         return self._runtime.record_of(param)
+
+    def _orthogonalization(self) -> str:
+        """For `summary`."""
+        device = self._runtime.layout.device
+        dtype = self._settings(self._muon_defaults).compute_dtype(self.momentum_dtype, device)
+        backend = backend_name(self.ns_backend, dtype, device)
+        return f"in {str(dtype).removeprefix('torch.')}, symmetric products: {backend}"
 
     def _warn_of_rounding(self) -> None:
         coarse = [p for p in self._runtime.params if torch.finfo(p.resting.dtype).bits < 32]
@@ -314,47 +338,77 @@ class Muon(Optimizer):
 
     def _owners_update(self) -> dict[DedicatedParam, Update]:
         """Phase 1. Returns what remains to be done to whom; the same parameters on all ranks."""
-        updates = {}
+        updates: dict[DedicatedParam, Update] = {}
+        scratch = Scratch(reuse=True)  # for this step: buffers serve one batch of matrices after the other
         for group in self.param_groups:
             if group["algorithm"] != "muon":
                 continue
-            rule = check_rule(group)
+            rule, settings = check_rule(group), self._settings(group)
+            mine: dict[torch.Size, list[_Matrix]] = {}  # to be orthogonalized by this rank, by shape
             for resting in group["params"]:
                 param = self._record(resting)
                 if resting.grad is not None and param is not None:
-                    updates[param] = self._update(param, rule, group)
+                    updates[param] = self._begin_update(param, rule, settings, mine)
                     param.mark_updated()
+            device = self._runtime.layout.device
+            dtype = settings.compute_dtype(self.momentum_dtype, device)
+            for (rows, cols), matrices in mine.items():
+                count = matrices_at_once(rows, cols, dtype, device)
+                for first in range(0, len(matrices), count):
+                    updates |= self._orthogonalize(matrices[first : first + count], rule, settings, scratch)
         return updates
 
-    def _update(self, param: DedicatedParam, rule: UpdateRule, group: dict[str, Any]) -> Update:
-        """Orthogonalize on the owner; update a whole weight at once, pieces when they are published.
+    def _settings(self, group: Mapping[str, Any]) -> Settings:
+        """How the matrices of a group are orthogonalized."""
+        triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+        return Settings(triples, group["ns_dtype"], group["ns_algorithm"], self.ns_backend)
 
-        A matrix that stays in pieces is orthogonalized by the publish, too.
-        """
+    def _begin_update(
+        self,
+        param: DedicatedParam,
+        rule: UpdateRule,
+        settings: Settings,
+        mine: dict[torch.Size, list[_Matrix]],
+    ) -> Update:
+        """What the publish is to do to pieces; a matrix that is whole here is put down in `mine`."""
         param.check_gradient()
         momentum = self._momentum(param)
         if not (param.in_owner_row and param.had_gradient()):
             return Update()
         gradient = param.local_gradient()
+        if param.keeps_state and not param.in_pieces:
+            mine.setdefault(param.full_shape, []).append(_Matrix(param, momentum, gradient))
+            return Update()
         apply = partial(apply_update, rule=rule, shape=param.full_shape)
         if not param.keeps_state:
             return Update(apply=apply)
+        check_triples(settings.triples)
         direction = momentum_step(momentum, gradient, rule)
-        if param.in_pieces:
-            triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-            check_triples(triples)
-            return Update(apply=apply, gram=GramUpdate(direction, param.shard_dim == 0, triples))
-        orthogonal = newton_schulz(
-            direction,
-            steps=group["ns_steps"],
-            coefficients=group["ns_coefficients"],
-            dtype=group["ns_dtype"],
-            algorithm=group["ns_algorithm"],
-        )
-        if param.is_cut:
-            return Update(orthogonal, apply)
-        apply(param.local, orthogonal)
-        return Update()
+        return Update(apply=apply, gram=GramUpdate(direction, param.shard_dim == 0, settings.triples))
+
+    def _orthogonalize(
+        self, matrices: Sequence[_Matrix], rule: UpdateRule, settings: Settings, scratch: Scratch
+    ) -> dict[DedicatedParam, Update]:
+        """Momentum and Newton-Schulz of matrices of one shape, in one batch; updates the weights that are
+        whole here. Returns what remains to be done to pieces, when they are published."""
+        first = matrices[0].momentum  # [rows, cols]
+        batch = scratch.take(len(matrices) * first.numel(), first.dtype, first.device)
+        batch = batch.view(len(matrices), *first.shape)
+        for matrix, slot in zip(matrices, batch, strict=True):
+            momentum_step(matrix.momentum, matrix.gradient, rule, out=slot)
+        result = orthogonalize(batch, settings, scratch) if batch.numel() else batch
+        pieces = {}
+        for matrix, orthogonal in zip(matrices, result, strict=True):
+            param = matrix.param
+            apply = partial(apply_update, rule=rule, shape=param.full_shape)
+            if param.is_cut:
+                pieces[param] = Update(orthogonal, apply)
+            else:
+                apply(param.local, orthogonal)
+        scratch.give_back(batch)
+        if not pieces:  # else they live until they have been sent
+            scratch.give_back(result)
+        return pieces
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:
         """This rank's part of the momentum: `state_shape` where it is kept, no rows elsewhere."""

@@ -19,11 +19,15 @@ the direct form, in every precision.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from numbers import Real
 from types import MappingProxyType
 
 import torch
 from torch import Tensor
+
+from ..scratch import Scratch
+from .products import Backend, SymmetricProduct, check_backend, symmetric_product
 
 Triple = tuple[float, float, float]
 Coefficients = str | Sequence[float] | Sequence[Sequence[float]]
@@ -63,6 +67,7 @@ def newton_schulz(
     coefficients: Coefficients = "quintic",
     dtype: torch.dtype | None = None,
     algorithm: str = "auto",
+    backend: Backend = "auto",
     eps: float = 1e-7,
 ) -> Tensor:
     """Return the Newton-Schulz orthogonalization of each matrix in a batch.
@@ -81,6 +86,8 @@ def newton_schulz(
             on CUDA; elsewhere float64 for a float64 matrix and float32 for all others.
         algorithm: "direct", "gram", or "auto" for the one with fewer operations, by :func:`operation_count`;
             in bfloat16 "auto" is "direct", the more exact one there.
+        backend: how products with a symmetric result are computed: "full", "panels", "quack", or "auto" for
+            the fastest on the device; see :mod:`dmuon.optim.products`.
         eps: smallest divisor, in the units of ``matrix``; finite, not negative.
 
     Returns:
@@ -89,23 +96,69 @@ def newton_schulz(
     Raises:
         ValueError: for a matrix that is not floating point or has fewer than two dimensions, or an argument
             outside what is listed above.
+        RuntimeError: if "quack" is asked for and cannot be had.
     """
-    triples = resolve_coefficients(coefficients, steps)
+    settings = Settings(resolve_coefficients(coefficients, steps), dtype, algorithm, backend, eps)
     _check_matrix(matrix)
-    _check_algorithm(algorithm)
-    _check_eps(eps)
-    compute_dtype = _compute_dtype(matrix, dtype)
     if matrix.numel() == 0:
         return matrix.new_empty(matrix.shape)
     rows, cols = matrix.shape[-2:]
-    batch = _normalise(matrix.reshape(-1, rows, cols), eps).to(compute_dtype)  # (batch, rows, cols)
-    if algorithm == "auto" and compute_dtype == torch.bfloat16:
-        algorithm = "direct"  # the Gram form's error is about twice as large there
-    if _choose(rows, cols, steps, algorithm) == "gram":
-        batch = _gram_form(batch, triples)
-    else:
-        batch = _direct_form(batch, triples)
+    batch = orthogonalize(matrix.reshape(-1, rows, cols), settings, Scratch(reuse=False))
     return batch.reshape(matrix.shape).to(matrix.dtype)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How to orthogonalize: the arguments of `newton_schulz`, checked.
+
+    Raises:
+        ValueError: for one out of range.
+    """
+
+    triples: tuple[Triple, ...]
+    dtype: torch.dtype | None = None
+    algorithm: str = "auto"
+    backend: Backend = "auto"
+    eps: float = 1e-7
+
+    def __post_init__(self) -> None:
+        _check_algorithm(self.algorithm)
+        check_backend(self.backend)
+        _check_eps(self.eps)
+        if self.dtype is not None and self.dtype not in _DTYPES:
+            raise ValueError(
+                f"dtype must be None or one of {', '.join(map(str, _DTYPES))}, got {self.dtype!r}"
+            )
+
+    def compute_dtype(self, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+        """Precision of the products for a matrix of ``dtype``."""
+        if self.dtype is not None:
+            return self.dtype
+        return torch.bfloat16 if device.type == "cuda" else torch.promote_types(dtype, torch.float32)
+
+    def form(self, rows: int, cols: int, compute_dtype: torch.dtype) -> str:
+        """ "direct" or "gram"."""
+        if self.algorithm == "auto" and compute_dtype == torch.bfloat16:
+            return "direct"  # the Gram form's error is about twice as large there
+        return _choose(rows, cols, len(self.triples), self.algorithm)
+
+
+def orthogonalize(batch: Tensor, settings: Settings, scratch: Scratch) -> Tensor:
+    """As `newton_schulz`, in buffers that can be used again.
+
+    batch: (batch, rows, cols), not empty; may be from ``scratch`` itself. Returns a buffer from ``scratch``
+    of the same shape, in the compute dtype: whoever is done with it gives it back.
+    """
+    _, rows, cols = batch.shape
+    dtype = settings.compute_dtype(batch.dtype, batch.device)
+    x = _normalise(batch, settings.eps, dtype, scratch)
+    product = symmetric_product(settings.backend, min(rows, cols), dtype, x.device)
+    form = _gram_form if settings.form(rows, cols, dtype) == "gram" else _direct_form
+    return form(x, settings.triples, product, scratch)
+
+
+def _buffer(scratch: Scratch, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return scratch.take(math.prod(shape), dtype, device).view(shape)
 
 
 def operation_count(rows: int, cols: int, *, steps: int = 5, algorithm: str = "auto") -> int:
@@ -213,16 +266,6 @@ def _check_matrix(matrix: Tensor) -> None:
         raise ValueError(f"matrix must be one of {', '.join(map(str, _DTYPES))}, got {matrix.dtype}")
 
 
-def _compute_dtype(matrix: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    if dtype is None:
-        if matrix.device.type == "cuda":
-            return torch.bfloat16
-        return torch.promote_types(matrix.dtype, torch.float32)
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype must be None or one of {', '.join(map(str, _DTYPES))}, got {dtype!r}")
-    return dtype
-
-
 def _choose(rows: int, cols: int, steps: int, algorithm: str) -> str:
     if algorithm != "auto":
         return algorithm
@@ -237,75 +280,88 @@ def _count(rows: int, cols: int, steps: int, form: str) -> int:
     return pairs * gram_pair + (steps - 2 * pairs) * direct_step
 
 
-def _normalise(batch: Tensor, eps: float) -> Tensor:
+def _normalise(batch: Tensor, eps: float, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """Return ``x / max(frobenius_norm(x), eps)`` for each matrix of (batch, rows, cols), contiguous.
 
-    The result has at least float32. Dividing by the largest entry first keeps the squares in range. Norms of
-    rows first, then of those: one long float32 sum would lose digits (5e-4 for 4096 x 4096 on CPU).
+    The division is done in float32 at least, the result has ``dtype``. Dividing by the largest entry first
+    keeps the squares in range. Norms of rows first, then of those: one long float32 sum would lose digits
+    (5e-4 for 4096 x 4096 on CPU).
     """
     precision = torch.promote_types(batch.dtype, torch.float32)
     peak = torch.linalg.vector_norm(batch, math.inf, dim=(-2, -1), keepdim=True)  # (batch, 1, 1)
     zero = peak == 0
     peak = peak.to(precision).masked_fill(zero, 1)
-    scaled = torch.div(batch, peak, out=torch.empty(batch.shape, dtype=precision, device=batch.device))
+    scaled = torch.div(batch, peak, out=_buffer(scratch, batch.shape, precision, batch.device))
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)  # (batch, rows, 1)
     norm = torch.linalg.vector_norm(norm, dim=-2, keepdim=True)  # (batch, 1, 1)
     # max(true norm, eps) in units of the peak. Not `eps / peak`: torch computes that through 1 / peak, which
     # overflows for a subnormal peak.
     divisor = torch.maximum(norm, torch.full_like(peak, eps) / peak).masked_fill(zero, 1)
-    return scaled.div_(divisor)
+    if dtype == precision:
+        return scaled.div_(divisor)
+    result = torch.div(scaled, divisor, out=_buffer(scratch, batch.shape, dtype, batch.device))
+    scratch.give_back(scaled)
+    return result
 
 
-def _direct_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+def _direct_form(x: Tensor, triples: Sequence[Triple], product: SymmetricProduct, scratch: Scratch) -> Tensor:
     """Iterate on X itself. ``x`` (batch, rows, cols) is used as a buffer; the result may be another one."""
-    other = torch.empty_like(x)
-    gram, polynomial = _small_buffers(x, 2)
+    other = _buffer(scratch, x.shape, x.dtype, x.device)
+    gram, polynomial = _small_buffers(x, 2, scratch)
     for triple in triples:
-        _direct_step(x, triple, gram, polynomial, out=other)
+        _direct_step(x, triple, gram, polynomial, product, out=other)
         x, other = other, x
+    scratch.give_back(other, gram, polynomial)
     return x
 
 
-def _gram_form(x: Tensor, triples: Sequence[Triple]) -> Tensor:
+def _gram_form(x: Tensor, triples: Sequence[Triple], product: SymmetricProduct, scratch: Scratch) -> Tensor:
     """Iterate on the Gram matrix, two steps per Gram matrix made from X; buffers as in the direct form."""
-    other = torch.empty_like(x)
-    gram, first, second = _small_buffers(x, 3)
+    other = _buffer(scratch, x.shape, x.dtype, x.device)
+    gram, first, second = _small_buffers(x, 3, scratch)
     for k in range(0, len(triples), 2):
         if k + 1 < len(triples):
-            _gram_of(x, out=gram)
-            factor = _pair_factor(gram, triples[k], triples[k + 1], first, second)
+            _gram_of(x, product, out=gram)
+            factor = _pair_factor(gram, triples[k], triples[k + 1], first, second, product)
             _apply(factor, x, scale=triples[k][0] * triples[k + 1][0], out=other)
         else:
-            _direct_step(x, triples[k], gram, first, out=other)
+            _direct_step(x, triples[k], gram, first, product, out=other)
         x, other = other, x
+    scratch.give_back(other, gram, first, second)
     return x
 
 
-def _pair_factor(gram: Tensor, first: Triple, second: Triple, w0: Tensor, work: Tensor) -> Tensor:
+def _pair_factor(
+    gram: Tensor, first: Triple, second: Triple, w0: Tensor, work: Tensor, product: SymmetricProduct
+) -> Tensor:
     """Return q_1 q_0 - a_0 a_1 I for the two steps from R = ``gram``; all three buffers are overwritten.
 
-    With w_k = b_k R_k + c_k R_k^2 the factor of step k is q_k = a_k I + w_k. The multiples of I are left to
-    the addition of ``a`` times the other operand: as large diagonals inside the products they would cost
-    digits (2.5e-4 instead of 5e-5 in float32 on a matrix of equal rows, 128 x 512, polar_express).
+    With w_k = b_k R_k + c_k R_k^2 the factor of step k is q_k = a_k I + w_k. All are polynomials in R, so
+    that their products are symmetric. The multiples of I are left to the addition of ``a`` times the other
+    operand: as large diagonals inside the products they would cost digits (2.5e-4 instead of 5e-5 in float32
+    on a matrix of equal rows, 128 x 512, polar_express).
     """
     a0, a1 = first[0], second[0]
-    _polynomial(gram, first, out=w0)
-    torch.baddbmm(gram, w0, gram, beta=a0, out=work)  # q_0 R_0
-    torch.baddbmm(work, work, w0, beta=a0, out=gram)  # R_1 = q_0 R_0 q_0
-    _polynomial(gram, second, out=work)  # w_1
-    return torch.baddbmm(w0, work, w0, beta=a1, out=gram).add_(work, alpha=a0)  # a_1 w_0 + w_1 w_0 + a_0 w_1
+    _polynomial(gram, first, product, out=w0)
+    product(w0, gram, plus=gram, alpha=1.0, beta=a0, out=work)  # q_0 R_0
+    product(work, w0, plus=work, alpha=1.0, beta=a0, out=gram)  # R_1 = q_0 R_0 q_0
+    _polynomial(gram, second, product, out=work)  # w_1
+    product(work, w0, plus=w0, alpha=1.0, beta=a1, out=gram)  # a_1 w_0 + w_1 w_0
+    return gram.add_(work, alpha=a0)
 
 
-def _direct_step(x: Tensor, triple: Triple, gram: Tensor, polynomial: Tensor, *, out: Tensor) -> None:
+def _direct_step(
+    x: Tensor, triple: Triple, gram: Tensor, polynomial: Tensor, product: SymmetricProduct, *, out: Tensor
+) -> None:
     """Write a X + (b R + c R^2) X to ``out``, for R the Gram matrix of X; overwrites both small buffers."""
-    _gram_of(x, out=gram)
-    _polynomial(gram, triple, out=polynomial)
+    _gram_of(x, product, out=gram)
+    _polynomial(gram, triple, product, out=polynomial)
     _apply(polynomial, x, scale=triple[0], out=out)
 
 
-def _small_buffers(x: Tensor, count: int) -> list[Tensor]:
+def _small_buffers(x: Tensor, count: int, scratch: Scratch) -> list[Tensor]:
     side = min(x.shape[-2:])
-    return [x.new_empty(x.shape[0], side, side) for _ in range(count)]
+    return [_buffer(scratch, (x.shape[0], side, side), x.dtype, x.device) for _ in range(count)]
 
 
 # Tall matrices are multiplied from the right, not transposed: row-major outputs keep CPU bfloat16 fast, where
@@ -314,23 +370,19 @@ def _is_tall(x: Tensor) -> bool:
     return x.shape[-2] > x.shape[-1]
 
 
-def _gram_of(x: Tensor, *, out: Tensor) -> None:
+def _gram_of(x: Tensor, product: SymmetricProduct, *, out: Tensor) -> None:
     """Write X X^T (wide) or X^T X (tall), of the smaller side, to ``out``."""
-    if _is_tall(x):
-        torch.bmm(x.mT, x, out=out)
-    else:
-        torch.bmm(x, x.mT, out=out)
+    a, b = (x.mT, x) if _is_tall(x) else (x, x.mT)
+    product(a, b, alpha=1.0, beta=0.0, out=out)
 
 
-def _polynomial(gram: Tensor, triple: Triple, *, out: Tensor) -> None:
+def _polynomial(gram: Tensor, triple: Triple, product: SymmetricProduct, *, out: Tensor) -> None:
     """Write b R + c R^2 to ``out``."""
     _, b, c = triple
-    torch.baddbmm(gram, gram, gram, beta=b, alpha=c, out=out)
+    product(gram, gram, plus=gram, alpha=c, beta=b, out=out)
 
 
 def _apply(factor: Tensor, x: Tensor, *, scale: float, out: Tensor) -> None:
     """Write scale X + factor X (wide) or scale X + X factor (tall) to ``out``; ``factor`` is symmetric."""
-    if _is_tall(x):
-        torch.baddbmm(x, x, factor, beta=scale, out=out)
-    else:
-        torch.baddbmm(x, factor, x, beta=scale, out=out)
+    a, b = (x, factor) if _is_tall(x) else (factor, x)
+    torch.baddbmm(x, a, b, beta=scale, out=out)

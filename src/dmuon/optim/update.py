@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal, get_args
 
+import torch
 from torch import Size, Tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "none"]
@@ -66,16 +67,21 @@ def check_adjust_lr_fn(value: object) -> AdjustLR:
     return value  # type: ignore[return-value]
 
 
-def momentum_step(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule) -> Tensor:
+def momentum_step(
+    momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule, *, out: Tensor | None = None
+) -> Tensor:
     """Advance the momentum in place and return the matrix to orthogonalize, in the momentum's dtype.
 
-    momentum_buffer, gradient, result: [rows, cols].
+    momentum_buffer, gradient, out, result: [rows, cols]. With `out`, that is the result; without, it may be
+    the momentum itself.
     """
     gradient = gradient.to(momentum_buffer.dtype)
     if rule.maximize:
         gradient = gradient.neg()
     momentum_buffer.lerp_(gradient, 1 - rule.momentum)
-    return gradient.lerp(momentum_buffer, rule.momentum) if rule.nesterov else momentum_buffer
+    if rule.nesterov:
+        return torch.lerp(gradient, momentum_buffer, rule.momentum, out=out)
+    return momentum_buffer if out is None else out.copy_(momentum_buffer)
 
 
 def apply_update(weight: Tensor, orthogonal: Tensor, rule: UpdateRule, shape: Size) -> None:

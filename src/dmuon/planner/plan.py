@@ -13,6 +13,7 @@ import torch
 from ..assignment import Matrix, imbalance, loads, lower_bound
 from ..optim.distributed_gram import moves_fewer_bytes
 from ..optim.newton_schulz import operation_count
+from ..optim.products import matrices_at_once
 from ..ownership import choose_owners, matrices_of
 from . import memory, traffic
 from .cut import DEFAULT, Rule, chunks, cut_dim, is_replicated
@@ -255,19 +256,17 @@ class Plan:
     def step_work(self) -> dict[tuple[int, int], int]:
         """By owner slot and tensor-parallel rank: bytes of the largest Newton-Schulz; about."""
         largest: dict[tuple[int, int], int] = {}
-        kinds = {(m.slot, m.param.shape, m.share): m for m in self.matrices}
-        for matrix in kinds.values():
-            rows, cols = matrix.param.shape
-            share = matrix.share
+        kinds = Counter((m.slot, m.param.shape, m.share) for m in self.matrices)
+        for (slot, (rows, cols), share), count in kinds.items():
             for tp in self._tps:
                 if share.gram is not None:  # the piece in float64, twice, and Gram matrices
                     nbytes = 8 * (2 * share.piece(tp) + 5 * min(rows, cols) ** 2)
                 elif len(share.pieces) == 1 or share.tp_owner == tp:
-                    nbytes = memory.newton_schulz(rows, cols, self.options.ns_itemsize)
+                    at_once = min(count, matrices_at_once(rows, cols, torch.bfloat16, torch.device("cuda")))
+                    nbytes = at_once * memory.newton_schulz(rows, cols, self.options.ns_itemsize)
                 else:
                     continue
-                place = (matrix.slot, tp)
-                largest[place] = max(largest.get(place, 0), nbytes)
+                largest[slot, tp] = max(largest.get((slot, tp), 0), nbytes)
         return largest
 
     @cached_property
