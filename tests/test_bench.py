@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
 
 from dmuon.runtime import find_runtime
 from ranks import Ranks
@@ -66,11 +67,19 @@ def count(file: str, sizes: dict[str, int]) -> dict[str, Any]:
     with counting.Collectives() as spy:
         ring.iterate(*ring.batches(1))
         ring.finish()
+    traffic = None if runtime is None else (dict(runtime.traffic.collectives), dict(runtime.traffic.bytes))
+    in_step = []
+    for mode in (counting.Collectives(), CommDebugMode()):  # torch's own does not take FSDP2's forward
+        ring.gradients(*ring.batches(1))
+        with mode:
+            ring.optimizer.step()
+        in_step.append(mode)
     return {
+        "in step": (sum(in_step[0].calls.values()), in_step[1].get_total_counts()),
         "collectives": dict(spy.calls),
         "bytes": dict(spy.bytes),
         "unknown": spy.unknown,
-        "traffic": None if runtime is None else (runtime.traffic.collectives, runtime.traffic.bytes),
+        "traffic": traffic,
         "layers": sum(p.numel() for layer in ring.model.layers for p in layer.parameters()),
         "root": sum(p.numel() for p in ring.model.parameters()),
     }
@@ -81,10 +90,9 @@ def test_the_counts_are_dmuons_own(ranks: Ranks, sizes: dict[str, int]) -> None:
     for rank in ranks(torch.Size(sizes.values()).numel(), count, "dmuon_muon", sizes):
         collectives, nbytes = rank["traffic"]
         assert not rank["unknown"]
-        assert (
-            sum(rank["collectives"].get(name, 0) for name in OWN_OPERATORS) == sum(collectives.values()) > 0
-        )
-        assert sum(rank["bytes"].get(name, 0) for name in OWN_OPERATORS) == sum(nbytes.values())
+        counted, moved = rank["collectives"], rank["bytes"]
+        assert sum(counted.get(name, 0) for name in OWN_OPERATORS) == sum(collectives.values()) > 0
+        assert sum(moved.get(name, 0) for name in OWN_OPERATORS) == sum(nbytes.values()) > 0
 
 
 def test_the_counts_are_fsdp2s_too(ranks: Ranks) -> None:
@@ -96,6 +104,14 @@ def test_the_counts_are_fsdp2s_too(ranks: Ranks) -> None:
             "c10d._allgather_base_": 4 * (2 * layers + rest) // 2,
             "c10d._reduce_scatter_base_": 4 * (layers + rest) // 2,
         }
+
+
+def test_collectives_that_dtensor_issues_are_counted(ranks: Ranks) -> None:
+    for rank in ranks(4, count, "fsdp2_torch_muon", {"dp": 2, "tp": 2}):
+        mine, torchs = rank["in step"]
+        assert mine == torchs > 0
+        assert not rank["unknown"]
+        assert all(rank["bytes"][name] > 0 for name in rank["collectives"])
 
 
 def issue_all_kinds() -> list[tuple[int, dict[str, int]]]:
