@@ -30,11 +30,13 @@ NAME = "dmuon"
 UPDATE = "muon"
 NOTE = (
     "dedicate_params, then fully_shard; dmuon.Muon for all parameters: Newton-Schulz in float32, its default "
-    "on CPU, and AdamW(fused=True)."
+    "on CPU, and AdamW(fused=True), its default too."
 )
 
 
-def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon]:
+def build(
+    model: nn.Module, mesh: DeviceMesh, ns_dtype: torch.dtype | None = None
+) -> tuple[nn.Module, dmuon.Muon]:
     spread = spread_for_dmuon(model, mesh, bfloat16=False)
     optimizer = dmuon.Muon(
         spread,
@@ -42,12 +44,12 @@ def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, dmuon.Muon]:
         momentum=MOMENTUM,
         nesterov=NESTEROV,
         ns_steps=NS_STEPS,
+        ns_dtype=ns_dtype,
         weight_decay=WEIGHT_DECAY,
         adamw_lr=ADAMW_LR,
         adamw_betas=ADAMW_BETAS,
         adamw_eps=ADAMW_EPS,
         adamw_weight_decay=WEIGHT_DECAY,
-        adamw_fused=True,
     )
     return spread, optimizer
 
@@ -56,14 +58,14 @@ def finish(optimizer: dmuon.Muon) -> None:
     optimizer.synchronize()
 
 
-def newton_schulz(model: nn.Module) -> Callable[[], None]:
+def newton_schulz(model: nn.Module, ns_dtype: torch.dtype = torch.float32) -> Callable[[], None]:
     """As the step does it: matrices of one shape in batches, in buffers that are used again."""
-    settings = Settings(resolve_coefficients("quintic", NS_STEPS))
+    settings = Settings(resolve_coefficients("quintic", NS_STEPS), ns_dtype)
     rank = dist.get_rank()
     counts = Counter(tuple(p.full_shape) for p in dmuon.get_dedicated_params(model) if p.owner_rank == rank)
     batches: list[torch.Tensor] = []
     for (rows, cols), count in counts.items():
-        at_once = matrices_at_once(rows, cols, torch.float32, torch.device("cpu"))
+        at_once = matrices_at_once(rows, cols, ns_dtype, torch.device("cpu"))
         batches += torch.randn(count, rows, cols).split(at_once)
 
     def loop() -> None:
