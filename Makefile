@@ -11,7 +11,7 @@ READY := $(VENV)/.ready
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
-	@echo 'PYTHON=python3.12 chooses the interpreter of .venv, ARGS="..." is added to the demo, to pytest or to soak.'
+	@echo 'PYTHON=python3.12 chooses the interpreter of .venv, ARGS="..." is added to the demo, to pytest, to soak or to bench.'
 
 setup: $(READY) ## install everything into .venv
 
@@ -32,12 +32,12 @@ lint: $(READY) ## check style and types
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: ## no benchmark is there yet
-	@echo 'No benchmark is there yet; `make demo` prints the time per step.'
+bench: $(READY) ## time whole iterations and step() of several optimizers, on four processes
+	$(BIN)/python benchmarks/step.py $(ARGS)
 
 clean: ## remove .venv, caches and build results (never runs/, which holds your checkpoints)
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml requirements-dev.txt
 	$(PYTHON) -m venv $(VENV)

@@ -89,7 +89,8 @@ class Muon(Optimizer):
             pieces of gradient and update. The update is the same, whatever `ns_dtype` and `ns_algorithm`.
         tp_distributed_gram_policy: "beneficial" does so where it moves fewer bytes, "always" wherever it can
             be done, "never" nowhere.
-        adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA.
+        adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA
+            and CPU.
         ns_backend: how Newton-Schulz computes products with a symmetric result: "full", "panels", "quack", or
             "auto" for the fastest on the device; see `dmuon.optim.products`.
 
@@ -154,7 +155,8 @@ class Muon(Optimizer):
             "weight_decay": adamw_weight_decay,
             "maximize": maximize,
         }
-        fused = self._runtime.layout.device.type == "cuda" if adamw_fused is None else adamw_fused
+        has_fused = self._runtime.layout.device.type in ("cpu", "cuda")
+        fused = has_fused if adamw_fused is None else adamw_fused
         self._adamw_kernel = {"fused": True} if fused else {"foreach": True}
         self._adamw: AdamW | None = None
         _check_muon({**self._muon_defaults})
