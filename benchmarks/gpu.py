@@ -77,10 +77,11 @@ def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 def orthogonalization(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
     """Part 1: a table per dtype, backend and form."""
+    sides = [64] if args.small else [2048, 4096, 8192]
     shapes = [shape_of(text) for text in (["64x64", "64x256"] if args.small else SHAPES)]
     for dtype, algorithm in ((torch.bfloat16, "direct"), (torch.float16, "gram")):
         for backend in backends(device, dtype):
-            contest = Contest(device, dtype, algorithm, backend)
+            contest = Contest(device, dtype, algorithm, backend, sides)
             yield from contest.table(shapes, args.rounds, args.seconds)
             yield ""
 

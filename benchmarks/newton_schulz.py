@@ -66,12 +66,17 @@ def build_parser() -> argparse.ArgumentParser:
 
 @dataclass(frozen=True)
 class Contest:
-    """What is compared, where: `dtype` is that of dmuon's products, None its default for the device."""
+    """What is compared, where.
+
+    `dtype` is that of dmuon's products, None its default for the device. The best rate of square products is
+    looked for among those of `sides`.
+    """
 
     device: torch.device
     dtype: torch.dtype | None = None
     algorithm: str = "auto"
     backend: str = "auto"
+    sides: Sequence[int] = (256, 512, 1024, 2048)
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -101,8 +106,7 @@ class Contest:
 
     def best_product(self, seconds: float) -> tuple[int, float]:
         """The side of square products that run at the highest rate, and their operations per second."""
-        sides = (256, 512, 1024, 2048) if self.device.type == "cpu" else (2048, 4096, 8192)
-        rates = {side: 2 * side**3 / time_of(self.product(side), seconds, self.device) for side in sides}
+        rates = {side: 2 * side**3 / time_of(self.product(side), seconds, self.device) for side in self.sides}
         best = max(rates, key=lambda side: rates[side])
         return best, rates[best]
 

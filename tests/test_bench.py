@@ -302,3 +302,31 @@ def test_what_cannot_run_is_refused_at_once(
         bench("step").main([*TINY, *arguments])
     assert exit.value.code == 2
     assert reason in capsys.readouterr().err
+
+
+# Other benchmarks
+
+
+@pytest.mark.parametrize(
+    ("script", "options", "rows"),
+    [
+        ("newton_schulz.py", ["--shapes", "16x16", "8x32"], ["| 16x16 |", "| 8x32 |"]),
+        (
+            "gpu.py",
+            ["--device", "cpu", "--small"],
+            ["| 64x256 |", "| 16 of 64x64 |", "| dmuon |", "| AdamW, fused |"],
+        ),
+    ],
+)
+def test_scripts_on_one_device_run(script: str, options: list[str], rows: list[str], tmp_path: Path) -> None:
+    out = tmp_path / "new" / "out.md"
+    command = [sys.executable, str(ROOT / "benchmarks" / script), *options]
+    command += ["--rounds", "1", "--seconds", "0.001", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT)
+    assert done.returncode == 0, done.stderr
+    written = out.read_text(encoding="utf-8")
+    assert all(row in written for row in rows)
+    errors = [
+        float(line.split("|")[-2]) for line in written.splitlines() if line.startswith(("| 16x", "| 8x"))
+    ]
+    assert all(error < 1e-4 for error in errors)
