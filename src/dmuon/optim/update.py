@@ -91,7 +91,8 @@ def apply_update(weight: Tensor, orthogonal: Tensor, rule: UpdateRule, shape: Si
     shape: of the whole matrix, [rows, cols], whatever the piece: it decides the scale.
     """
     scale = shape_scale(shape[-2], shape[-1], rule.adjust_lr_fn)
-    weight.mul_(1 - rule.lr * rule.weight_decay)
+    if rule.weight_decay:
+        weight.mul_(1 - rule.lr * rule.weight_decay)
     weight.add_(orthogonal.to(weight.dtype), alpha=-rule.lr * scale)
 
 
