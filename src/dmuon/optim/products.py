@@ -46,12 +46,16 @@ def multiply_add(plus: Tensor, a: Tensor, b: Tensor, *, alpha: float, beta: floa
     """Write ``alpha a b + beta plus`` to ``out``, symmetric or not.
 
     a: (batch, m, k); b: (batch, k, n); plus and out: (batch, m, n), contiguous and not the same.
-    One matrix goes through the product of matrices: on CPU, a batch is shared out between threads by matrix.
     """
-    if len(out) == 1:
+    if _is_single(out):
         torch.addmm(plus[0], a[0], b[0], beta=beta, alpha=alpha, out=out[0])
         return out
     return torch.baddbmm(plus, a, b, beta=beta, alpha=alpha, out=out)
+
+
+def _is_single(batch: Tensor) -> bool:
+    """Whether the product of two matrices is the better one: on CPU, threads share out a batch by matrix."""
+    return len(batch) == 1 and batch.device.type == "cpu"
 
 
 def check_backend(backend: object) -> Backend:
@@ -123,7 +127,7 @@ def _full(
 ) -> Tensor:
     if plus is not None:
         return multiply_add(plus, a, b, alpha=alpha, beta=beta, out=out)
-    if len(out) == 1:
+    if _is_single(out):
         torch.mm(a[0], b[0], out=out[0])
     else:
         torch.bmm(a, b, out=out)
