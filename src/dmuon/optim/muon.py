@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 _FOREACH_SIZE = 32  # DTensors in one foreach operation
 
 
+_Kind = tuple[torch.Size, tuple[int, ...] | None]  # of matrices: the shape, and the ranks that hold copies
+
+
 @dataclass(frozen=True)
 class _Matrix:
     """A matrix that this rank orthogonalizes; momentum, gradient: [rows, cols], whole."""
@@ -349,7 +352,7 @@ class Muon(Optimizer):
             if group["algorithm"] != "muon":
                 continue
             rule, settings = check_rule(group), self._settings(group)
-            mine: dict[torch.Size, list[_Matrix]] = {}  # to be orthogonalized by this rank, by shape
+            mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
             for resting in group["params"]:
                 param = self._record(resting)
                 if resting.grad is not None and param is not None:
@@ -357,7 +360,7 @@ class Muon(Optimizer):
                     param.mark_updated()
             device = self._runtime.layout.device
             dtype = settings.compute_dtype(self.momentum_dtype, device)
-            for (rows, cols), matrices in mine.items():
+            for ((rows, cols), _), matrices in mine.items():
                 count = matrices_at_once(rows, cols, dtype, device)
                 for first in range(0, len(matrices), count):
                     updates |= self._orthogonalize(matrices[first : first + count], rule, settings, scratch)
@@ -373,7 +376,7 @@ class Muon(Optimizer):
         param: DedicatedParam,
         rule: UpdateRule,
         settings: Settings,
-        mine: dict[torch.Size, list[_Matrix]],
+        mine: dict[_Kind, list[_Matrix]],
     ) -> Update:
         """What the publish is to do to pieces; a matrix that is whole here is put down in `mine`."""
         param.check_gradient()
@@ -382,7 +385,10 @@ class Muon(Optimizer):
             return Update()
         gradient = param.local_gradient()
         if param.keeps_state and not param.in_pieces:
-            mine.setdefault(param.full_shape, []).append(_Matrix(param, momentum, gradient))
+            # What other ranks orthogonalize too, because tensor parallelism does not cut it, goes only with
+            # others of the kind: rounding depends on the batch, and all copies have to come out alike.
+            kind = (param.full_shape, param.tp.copies if param.tp is not None else None)
+            mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient))
             return Update()
         apply = partial(apply_update, rule=rule, shape=param.full_shape)
         if not param.keeps_state:
