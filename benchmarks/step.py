@@ -87,7 +87,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     method = parser.add_argument_group("method")
     method.add_argument(
-        "--rounds", type=positive_int, default=15, help="in each, every peer is timed once, in another order"
+        "--rounds", type=positive_int, default=5, help="in each, every peer is timed once, in another order"
     )
     method.add_argument(
         "--iterations",
