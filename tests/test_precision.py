@@ -18,30 +18,49 @@ from reference import ReferenceMuon
 SHAPES = [(5, 3), (2, 6), (4, 4)]
 
 
-def build(sizes: dict[str, int], dtype: torch.dtype, master: torch.dtype | None, **muon: Any) -> Any:
+def build(
+    sizes: dict[str, int],
+    dtype: torch.dtype,
+    master: torch.dtype | None,
+    policy: MixedPrecisionPolicy | None = None,
+    **muon: Any,
+) -> Any:
     """Matrices of `dtype`, whose gradients are given and exact in bfloat16."""
     torch.manual_seed(1)
     model = InnerProducts([torch.randn(shape).to(dtype) for shape in SHAPES])
-    distribute(model, sizes, predicate=everything, master_dtype=master)
+    distribute(model, sizes, predicate=everything, master_dtype=master, mp_policy=policy)
     return model, dmuon.Muon(model, **muon)
 
 
-def target(shape: tuple[int, ...], step: int, rank: int) -> torch.Tensor:
+def target(shape: tuple[int, ...], step: int, rank: int, most: int = 7) -> torch.Tensor:
+    """Exact in bfloat16. Sums of four, and their mean, are so as well, with the default `most`."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    return torch.randint(-8, 8, shape, generator=generator).float()  # sums of four, and their mean, are exact
+    return torch.randint(-most, most + 1, shape, generator=generator).float()
 
 
-def train(sizes: dict[str, int], steps: int) -> None:
-    model, optimizer = build(sizes, torch.bfloat16, torch.float32, lr=1e-3)
+def train(sizes: dict[str, int], steps: int, *, masters: bool) -> None:
+    """bfloat16 in the model, either because it is (with masters in float32) or by a policy."""
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    most = 7 if masters else 255  # the policy's sums are in float32
+    if masters:
+        model, optimizer = build(sizes, torch.bfloat16, torch.float32, lr=1e-3)
+    else:
+        model, optimizer = build(sizes, torch.float32, None, policy, lr=1e-3)
     torch.manual_seed(1)
-    oracle = InnerProducts([torch.randn(shape).bfloat16().float() for shape in SHAPES])
+    weights = [torch.randn(shape) for shape in SHAPES]
+    oracle = InnerProducts([weight.bfloat16().float() if masters else weight for weight in weights])
     reference = ReferenceMuon(oracle, everything, lr=1e-3)
     mine, replicas = data_rank(sizes)
     start = {name: weight.detach().clone() for name, weight in oracle.named_parameters()}
     for step in range(steps):
-        model([target(shape, step, mine).bfloat16() for shape in SHAPES]).backward()
+        model([target(shape, step, mine, most).bfloat16() for shape in SHAPES]).backward()
         for layer, shape in zip(oracle.layers, SHAPES, strict=True):
-            layer.weight.grad = torch.stack([target(shape, step, r) for r in range(replicas)]).mean(0)
+            layer.weight.grad = torch.stack([target(shape, step, r, most) for r in range(replicas)]).mean(0)
+        for record in dmuon.get_dedicated_params(model):
+            if record.keeps_state:
+                assert torch.equal(
+                    record.resting.grad._local_tensor, oracle.get_parameter(record.param_name).grad
+                )
         optimizer.step()
         reference.step()
         optimizer.zero_grad()
@@ -59,7 +78,12 @@ def train(sizes: dict[str, int], steps: int) -> None:
 
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_hundred_small_steps_of_a_bfloat16_model(ranks, sizes):
-    ranks(4, train, sizes, 100)
+    ranks(4, train, sizes, 100, masters=True)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_policy_is_followed_on_every_layout(ranks, sizes):
+    ranks(4, train, sizes, 5, masters=False)
 
 
 def checkpoint(sizes: dict[str, int]) -> None:
