@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 
 import dmuon
 from dmuon.exchange import Cut, Exchange
+from dmuon.layout import root_mesh
 from dmuon.runtime import find_runtime
 from dmuon.tensor_parallel import TensorParallel, _slices
 from layouts import Model, build, data_rank, is_proj, loss_of, make_mesh, parallelize, shard
@@ -93,7 +94,7 @@ def whole_momentum(model: nn.Module, optimizer: dmuon.Muon, name: str) -> torch.
     dist.all_reduce(whole)
     dist.all_reduce(kept)
     copies = 1 if param.is_cut or param.tp is None else param.tp.mesh.size()  # replicated over the TP mesh
-    if param.tp is None and "tp" in (param.layout.mesh._get_root_mesh().mesh_dim_names or ()):
+    if param.tp is None and "tp" in (root_mesh(param.layout.mesh).mesh_dim_names or ()):
         copies = dist.get_world_size() // param.layout.size
     assert (kept == copies).all()
     return whole / copies
