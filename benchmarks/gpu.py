@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import dmuon
 from dmuon.optim.newton_schulz import newton_schulz
-from newton_schulz import RESULTS, Contest, heading, shape_of, time_of, write
+from newton_schulz import RESULTS, Contest, heading, in_rounds, shape_of, write
 from spread import by_round, spread
 
 SHAPES = ["1024x1024", "4096x4096", "1024x4096", "4096x11008"]
@@ -96,25 +96,13 @@ def batches(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
         if args.small and side > 64:
             continue
         batch = torch.randn(count, side, side, device=device)
-        ratios = in_rounds(
-            args,
-            device,
+        contestants = (
             lambda batch=batch: [newton_schulz(matrix, dtype=torch.bfloat16) for matrix in batch],
             lambda batch=batch: newton_schulz(batch, dtype=torch.bfloat16),
         )
+        ratios = in_rounds(contestants, args.rounds, args.seconds, device)
         yield f"| {count} of {side}x{side} | {spread(by_round(*ratios), 2)} |"
     yield ""
-
-
-def in_rounds(
-    args: argparse.Namespace, device: torch.device, *contestants: Callable[[], object]
-) -> list[list[float]]:
-    """Seconds of each contestant, a value a round; they take turns."""
-    times: list[list[float]] = [[] for _ in contestants]
-    for _ in range(args.rounds):
-        for mine, function in zip(times, contestants, strict=True):
-            mine.append(time_of(function, args.seconds, device))
-    return times
 
 
 def step(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
@@ -127,7 +115,7 @@ def step(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
         with torch.device(device):
             ready[name] = prepare(Share(args.ranks, scale), device)
     share = Share(args.ranks, scale).to("meta")
-    ours, theirs = in_rounds(args, device, *ready.values())
+    ours, theirs = in_rounds(list(ready.values()), args.rounds, args.seconds, device)
     elements = sum(param.numel() for param in share.parameters())
     size = f"{len(share.layers)} matrices with {elements:,} elements in float32"
     yield f"`step()` on {size}, one of {args.ranks} ranks' share:"

@@ -130,13 +130,12 @@ class Contest:
             "same": (lambda: self.same_arithmetic(matrix), 1.0),
             "products": (self.product(side), operation_count(rows, cols) / (2 * side**3)),
         }
-        times: dict[str, list[float]] = {name: [] for name in contestants}
-        names = list(contestants)
-        for number in range(rounds):
-            for name in names[number % len(names) :] + names[: number % len(names)]:
-                function, factor = contestants[name]
-                times[name].append(factor * time_of(function, seconds, self.device))
-        return times
+        functions = [function for function, _ in contestants.values()]
+        readings = in_rounds(functions, rounds, seconds, self.device)
+        return {
+            name: [factor * reading for reading in mine]
+            for (name, (_, factor)), mine in zip(contestants.items(), readings, strict=True)
+        }
 
     def table(self, shapes: Sequence[tuple[int, int]], rounds: int, seconds: float) -> Iterator[str]:
         """Lines of Markdown, as they are measured."""
@@ -164,6 +163,18 @@ class Contest:
                 f"{self.error(rows, cols):.1e}",
             ]
             yield f"| {' | '.join(cells)} |"
+
+
+def in_rounds(
+    functions: Sequence[Callable[[], object]], rounds: int, seconds: float, device: torch.device
+) -> list[list[float]]:
+    """Seconds per call of each function, a value a round; another one is first in each round."""
+    times: list[list[float]] = [[] for _ in functions]
+    for number in range(rounds):
+        for turn in range(len(functions)):
+            place = (number + turn) % len(functions)
+            times[place].append(time_of(functions[place], seconds, device))
+    return times
 
 
 def time_of(function: Callable[[], object], seconds: float, device: torch.device) -> float:

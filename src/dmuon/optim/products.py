@@ -84,8 +84,8 @@ def symmetric_product(
         if (reason := _why_not_quack(dtype, device)) is not None:
             raise RuntimeError(f'ns_backend="quack" cannot be used: {reason}. Take "auto" or "full"')
         return _quack
-    if backend == "auto" and device.type == "cuda" and dtype.itemsize == 2:
-        return _quack if _why_not_quack(dtype, device) is None else _full
+    if backend == "auto" and _has_quack(dtype, device):
+        return _quack
     height = panel_height(side, dtype)
     if backend == "panels" or (backend == "auto" and device.type == "cpu" and side >= 2 * height):
         return functools.partial(_panels, height=min(height, side))
@@ -96,8 +96,8 @@ def backend_name(backend: Backend, dtype: torch.dtype, device: torch.device) -> 
     """What `symmetric_product` takes on this device, in words."""
     if backend != "auto":
         return backend
-    if device.type == "cuda":
-        return "quack" if dtype.itemsize == 2 and _why_not_quack(dtype, device) is None else "full"
+    if _has_quack(dtype, device):
+        return "quack"
     return f"panels from {2 * _smallest_panel(dtype)} rows on, else full" if device.type == "cpu" else "full"
 
 
@@ -174,6 +174,11 @@ def _gemm_symmetric() -> Callable[..., object]:
     from quack.gemm_interface import gemm_symmetric
 
     return gemm_symmetric
+
+
+def _has_quack(dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether "auto" takes quack's product; the package is asked for nothing that it does not do."""
+    return device.type == "cuda" and dtype.itemsize == 2 and _why_not_quack(dtype, device) is None
 
 
 @functools.cache
