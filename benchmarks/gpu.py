@@ -5,7 +5,8 @@
 
 1. Every backend of Newton-Schulz that the device has, in bfloat16 and float16: error against float64, time
    per shape against torch's kernel, against its arithmetic in the same dtype and against the device's
-   own products (see `newton_schulz.py`), and many small matrices in one batch against one after the other.
+   own products (see `newton_schulz.py`), many small matrices in one batch against one after the other, and
+   launched one by one against a CUDA graph.
 2. `dmuon.Muon.step()` for one rank's share of a 7B model (Llama 2 7B's matrices over `--ranks` owners)
    against fused AdamW on the same share, and the memory that each needs at its peak.
 
@@ -15,6 +16,7 @@ Needs torch and dmuon alone. Writes `results/gpu.md`.
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import tempfile
 from collections.abc import Callable, Iterator
@@ -65,7 +67,7 @@ class Share(nn.Module):
 def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     """Those that can be had."""
     found = []
-    for backend in ("full", "panels", "quack"):
+    for backend in ("full", "panels", "quack", "triton"):
         try:
             newton_schulz(torch.ones(8, 8, device=device), dtype=dtype, backend=backend)
         except RuntimeError as error:
@@ -102,6 +104,29 @@ def batches(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
         )
         ratios = in_rounds(contestants, args.rounds, args.seconds, device)
         yield f"| {count} of {side}x{side} | {spread(by_round(*ratios), 2)} |"
+    yield ""
+
+
+def graphs(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
+    """Part 1, what launches cost."""
+    yield "Launched one by one / as a CUDA graph, bfloat16:"
+    yield ""
+    if device.type != "cuda":
+        yield f"not on {device}"
+        yield ""
+        return
+    yield "| shape | ratio of times |"
+    yield "|---|---:|"
+    for text in ("64x64", "256x256", "256x1024", *SHAPES):
+        matrix = torch.randn(shape_of(text), device=device)
+        orthogonalize = functools.partial(newton_schulz, matrix, dtype=torch.bfloat16)
+        orthogonalize()  # loads kernels, which a graph cannot
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            orthogonalize()
+        ratios = in_rounds([orthogonalize, graph.replay], args.rounds, args.seconds, device)
+        yield f"| {text} | {spread(by_round(*ratios), 2)} |"
     yield ""
 
 
@@ -169,7 +194,7 @@ def main() -> None:
             rank=0,
             world_size=1,
         )
-        parts = (part(args, device) for part in (orthogonalization, batches, step))
+        parts = (part(args, device) for part in (orthogonalization, batches, graphs, step))
         write(itertools.chain(heading("On one GPU", "gpu.py"), *parts), args.out)
         dist.destroy_process_group()
 

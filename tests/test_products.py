@@ -1,9 +1,12 @@
 """Products with a symmetric result, and matrices orthogonalized together."""
 
 import functools
+import os
+import subprocess
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -73,7 +76,7 @@ def test_panels_save_operations(side, panels):
     with torch.device("meta"):
         x, out = torch.empty(1, side, 64), torch.empty(1, side, side)
         with FlopCounterMode(display=False) as counter:
-            symmetric_product("auto", side, torch.float32, CPU)(x, x.mT, out=out, alpha=1.0, beta=0.0)
+            symmetric_product("auto", side, side, torch.float32, CPU)(x, x.mT, out=out, alpha=1.0, beta=0.0)
     ends = [min(side, height * (i + 1)) for i in range(panels)]
     heights = [end - start for start, end in zip([0, *ends], ends, strict=False)]
     assert counter.get_total_flops() == sum(2 * 64 * h * end for h, end in zip(heights, ends, strict=True))
@@ -89,10 +92,10 @@ def test_what_auto_takes(two_threads):
         (1023, torch.bfloat16, products._full),
         (1024, torch.bfloat16, products._panels),
     ]:
-        product = symmetric_product("auto", side, dtype, CPU)
+        product = symmetric_product("auto", side, 2 * side, dtype, CPU)
         assert getattr(product, "func", product) is expected
-    assert symmetric_product("full", 4096, torch.float32, CPU) is products._full
-    assert symmetric_product("panels", 8, torch.float32, CPU).keywords == {"height": 8}
+    assert symmetric_product("full", 4096, 4096, torch.float32, CPU) is products._full
+    assert symmetric_product("panels", 9, 8, torch.float32, CPU).keywords == {"height": 8}
     assert backend_name("auto", torch.float32, CPU) == "panels from 512 rows on, else full"
     assert backend_name("full", torch.float32, CPU) == "full"
     assert matrices_at_once(511, 4096, torch.float32, CPU) == 1
@@ -111,28 +114,61 @@ def test_backends_agree(shape, dtype, algorithm):
         assert (result - exact).abs().max() < 1e-5
 
 
-# A package that is not there, or not right
+# A kernel that is not there, or not right
+
+KERNELS = ["quack", "triton"]
 
 
-def test_quack_needs_a_gpu():
-    with pytest.raises(RuntimeError, match="needs an NVIDIA GPU"):
-        newton_schulz(torch.ones(2, 2), backend="quack")
-    with pytest.raises(ValueError, match=r"ns_backend must be one of \('auto', 'full', 'panels', 'quack'\)"):
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_kernels_need_a_gpu(kernel):
+    with pytest.raises(RuntimeError, match=f'"{kernel}" cannot be used: it needs an? .*GPU.* Take'):
+        newton_schulz(torch.ones(2, 2), backend=kernel)
+
+
+def test_backends_by_name():
+    names = r"\('auto', 'full', 'panels', 'quack', 'triton'\)"
+    with pytest.raises(ValueError, match=f"ns_backend must be one of {names}, got 'fast'"):
         newton_schulz(torch.ones(2, 2), backend="fast")
 
 
-def stand_in(monkeypatch: pytest.MonkeyPatch, gemm_symmetric: object) -> None:
-    """A Hopper GPU, as far as our questions go, and a package for it; the tensors are on the CPU."""
-    package = types.ModuleType("quack")
-    interface = types.ModuleType("quack.gemm_interface")
-    interface.gemm_symmetric = gemm_symmetric
-    monkeypatch.setitem(sys.modules, "quack", package)
-    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+def asked_for_a_kernel() -> str:
+    with pytest.raises(RuntimeError, match="ns_backend=") as caught:
+        build(Transformer(), make_mesh((2,)), predicate=is_proj, ns_backend="triton")
+    return str(caught.value)
+
+
+def test_the_optimizer_refuses_it_on_every_rank(ranks):
+    """And not in the step, where those that own nothing would not notice."""
+    assert len(set(ranks(2, asked_for_a_kernel))) == 1
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, product: Callable[..., None]) -> None:
+    """A Hopper GPU, as far as our questions go, and packages for it; the tensors are on the CPU."""
+
+    def ours(a, b, *, out, plus, alpha, beta):
+        product(a, b, plus, out, alpha=alpha, beta=beta)
+        return out
+
+    functions = {
+        "quack.gemm_interface": {"gemm_symmetric": product},
+        "dmuon.optim.triton_product": {"symmetric_product": ours},
+    }
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    for name, contents in functions.items():
+        module = types.ModuleType(name)
+        module.__dict__.update(contents)
+        monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     linspace = torch.linspace
     monkeypatch.setattr(torch, "linspace", lambda *args, device=None, **kwargs: linspace(*args, **kwargs))
-    products._why_not_quack.cache_clear()
+    products._why_not.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def forget_kernels() -> Iterator[None]:
+    yield
+    products._why_not.cache_clear()
 
 
 def right(a, b, C=None, out=None, *, alpha=1.0, beta=1.0):  # the package's own names
@@ -143,24 +179,67 @@ def transposed(a, b, C=None, out=None, *, alpha=1.0, beta=1.0):
     right(a.flip(1), b, C, out, alpha=alpha, beta=beta)
 
 
+def unwritten(a, b, C=None, out=None, *, alpha=1.0, beta=1.0):
+    out.fill_(torch.nan)
+
+
 def raising(a, b, C=None, out=None, *, alpha=1.0, beta=1.0):
     raise TypeError("another interface")
 
 
-@pytest.mark.parametrize(
-    ("gemm", "reason"), [(right, None), (transposed, "wrong products"), (raising, "another interface")]
-)
-def test_quack_is_used_only_where_it_is_right(monkeypatch, gemm, reason):
-    stand_in(monkeypatch, gemm)
-    gpu = torch.device("cuda")
-    expected = products._quack if reason is None else products._full
-    assert symmetric_product("auto", 64, torch.bfloat16, gpu) is expected
-    assert backend_name("auto", torch.float16, gpu) == ("quack" if reason is None else "full")
-    assert symmetric_product("auto", 64, torch.float32, gpu) is products._full
-    if reason is not None:
-        with pytest.raises(RuntimeError, match=f"{reason}.*Take"):
-            symmetric_product("quack", 64, torch.bfloat16, gpu)
-    products._why_not_quack.cache_clear()
+WRONG = [(transposed, "wrong products"), (unwritten, "wrong products"), (raising, "another interface")]
+GPU = torch.device("cuda")
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("product", [right, *(product for product, _ in WRONG)])
+def test_kernels_are_used_only_where_they_are_right(monkeypatch, kernel, product):
+    stand_in(monkeypatch, product)
+    if product is right:
+        expected = {"quack": products._quack, "triton": products._triton}[kernel]
+        assert symmetric_product(kernel, 64, 128, torch.bfloat16, GPU) is expected
+        assert backend_name(kernel, torch.bfloat16, GPU) == kernel
+    else:
+        with pytest.raises(RuntimeError, match=f"{dict(WRONG)[product]}.*Take"):
+            symmetric_product(kernel, 64, 128, torch.bfloat16, GPU)
+    with pytest.raises(RuntimeError, match=r"no products in torch.float32"):
+        symmetric_product(kernel, 64, 128, torch.float32, GPU)
+
+
+@pytest.mark.parametrize("product", [right, transposed])
+def test_what_auto_takes_on_a_gpu(monkeypatch, product):
+    stand_in(monkeypatch, product)
+    expected, name = (products._quack, "quack") if product is right else (products._full, "full")
+    assert symmetric_product("auto", 64, 128, torch.bfloat16, GPU) is expected
+    assert backend_name("auto", torch.float16, GPU) == name
+    assert symmetric_product("auto", 64, 128, torch.float32, GPU) is products._full
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    products._why_not.cache_clear()
+    assert symmetric_product("auto", 64, 128, torch.bfloat16, GPU) is products._full
+
+
+@pytest.mark.parametrize(("rows", "cols"), [(64, 100), (100, 64), (63, 64)])
+@pytest.mark.parametrize("backend", ["auto", "quack"])
+def test_quack_is_not_given_rows_that_are_not_aligned(monkeypatch, backend, rows, cols):
+    """It would raise in the middle of a step, on the owner alone."""
+    stand_in(monkeypatch, right)
+    assert symmetric_product(backend, rows, cols, torch.bfloat16, GPU) is products._full
+    assert symmetric_product("triton", rows, cols, torch.bfloat16, GPU) is products._triton
+
+
+def test_our_kernel_gives_the_whole_product():
+    """In Triton's interpreter, which has to be asked for before the first import of Triton."""
+    pytest.importorskip("triton", reason="there is no Triton for this system")
+    script = Path(__file__).parent / "interpreted.py"
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "all products are right\n"
 
 
 # In the optimizer

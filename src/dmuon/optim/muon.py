@@ -10,7 +10,6 @@ from typing import Any, overload
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
@@ -18,13 +17,13 @@ from .. import base, checkpoint
 from ..bucket import Update
 from ..inspect import summary
 from ..parameter import DedicatedParam
-from ..replicate import ddp_around, ddp_ranks
 from ..runtime import find_runtime
 from ..scratch import Scratch
 from ..selection import clean_name
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
+from .groups import check_adamw, check_averaged, check_dtype, check_muon, find_parameters
 from .newton_schulz import Coefficients, Settings, orthogonalize, resolve_coefficients
-from .products import Backend, backend_name, check_backend, matrices_at_once
+from .products import Backend, backend_name, check_available, check_backend, matrices_at_once
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
 
 logger = logging.getLogger(__name__)
@@ -94,14 +93,15 @@ class Muon(Optimizer):
             be done, "never" nowhere.
         adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA
             and CPU.
-        ns_backend: how Newton-Schulz computes products with a symmetric result: "full", "panels", "quack", or
-            "auto" for the fastest on the device; see `dmuon.optim.products`.
+        ns_backend: how Newton-Schulz computes products with a symmetric result: "full", "panels", "quack",
+            "triton", or "auto" for the fastest on the device; see `dmuon.optim.products`.
 
     Raises:
         ValueError: for settings out of range, by name; for a model without dedicated parameters; for
             parameters that are not the model's; for base parameters that nothing keeps equal across ranks;
             for a `fully_shard` over other ranks than the dedicated parameters'.
-        RuntimeError: if a dedicated parameter has been replaced by another one.
+        RuntimeError: if a dedicated parameter has been replaced by another one; for an `ns_backend` that this
+            device does not have.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Muon(Optimizer):
         self._names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self._verified = False
         self.replicate_async = replicate_async
-        self.momentum_dtype = _check_dtype("momentum_dtype", momentum_dtype)
+        self.momentum_dtype = check_dtype("momentum_dtype", momentum_dtype)
         self.ns_backend = check_backend(ns_backend)  # of this machine: not in the state_dict
         self._muon_defaults = {
             "lr": lr,
@@ -162,12 +162,12 @@ class Muon(Optimizer):
         fused = has_fused if adamw_fused is None else adamw_fused
         self._adamw_kernel = {"fused": True} if fused else {"foreach": True}
         self._adamw: AdamW | None = None
-        _check_muon({**self._muon_defaults})
-        _check_adamw(self._adamw_defaults)
+        check_muon({**self._muon_defaults})
+        check_adamw(self._adamw_defaults)
         gram_policy = check_policy(tp_distributed_gram_policy) if tp_distributed_gram else "never"
         if gram_policy != "never":
             check_triples(resolve_coefficients(ns_coefficients, ns_steps))
-        self._check_base_parameters()
+        check_averaged(model, self._runtime)
         super().__init__(self._complete_groups(param_groups or ()), {})
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
         self._runtime.seal()
@@ -195,30 +195,7 @@ class Muon(Optimizer):
 
     def _resolve(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A group whose `params` are parameters of the model; they may be given by name."""
-        if not isinstance(group, Mapping) or "params" not in group:
-            raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
-        by_name = dict(self._model.named_parameters())
-        by_name |= dict(self._runtime.model.named_parameters())  # inside a wrapper
-        by_name |= {clean_name(name): param for name, param in by_name.items()}
-        given = group["params"]
-        given = [given] if isinstance(given, (torch.Tensor, str)) else list(given)
-        params = []
-        for item in given:
-            if isinstance(item, tuple) and len(item) == 2:  # as model.named_parameters() gives them
-                item = item[1]
-            if isinstance(item, str):
-                if item not in by_name:
-                    raise ValueError(f"param_groups: the model has no parameter {item!r}")
-                item = by_name[item]
-            if id(item) not in self._names:
-                shape = tuple(getattr(item, "shape", ()))
-                raise ValueError(
-                    f"param_groups: a parameter of shape {shape} is not one of the model's parameters (any "
-                    "more). dedicate_params and fully_shard replace parameters: collect them afterwards, or "
-                    "give them by name."
-                )
-            params.append(item)
-        return {**group, "params": params}
+        return find_parameters(group, self._model, self._runtime.model)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are all dedicated or all base, and decide its algorithm.
@@ -243,7 +220,9 @@ class Muon(Optimizer):
                 f"{'Muon' if is_muon else 'AdamW'}; known are {sorted(defaults)}"
             )
         group = {**defaults, **group, "algorithm": "muon" if is_muon else "adamw"}
-        (_check_muon if is_muon else _check_adamw)(group)
+        (check_muon if is_muon else check_adamw)(group)
+        if is_muon:
+            check_available(self.ns_backend, self._compute_dtype(group), self._runtime.layout.device)
         super().add_param_group(group)
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
@@ -251,9 +230,8 @@ class Muon(Optimizer):
 
     def _orthogonalization(self) -> str:
         """For `summary`."""
-        device = self._runtime.layout.device
-        dtype = self._settings(self._muon_defaults).compute_dtype(self.momentum_dtype, device)
-        backend = backend_name(self.ns_backend, dtype, device)
+        dtype = self._compute_dtype(self._muon_defaults)
+        backend = backend_name(self.ns_backend, dtype, self._runtime.layout.device)
         return f"in {str(dtype).removeprefix('torch.')}, symmetric products: {backend}"
 
     def _warn_of_rounding(self) -> None:
@@ -266,40 +244,6 @@ class Muon(Optimizer):
                 len(coarse),
                 coarse[0].param_name,
                 coarse[0].resting.dtype,
-            )
-
-    def _check_base_parameters(self) -> None:
-        """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence."""
-        runtime, layout = self._runtime, self._runtime.layout
-        if layout.size == 1:
-            return
-        if layout.replicated:
-            wrapper = ddp_around(self._model, runtime.model)
-            if wrapper is not None and ddp_ranks(wrapper) != list(layout.row):
-                raise ValueError(
-                    f"DistributedDataParallel averages over the ranks {ddp_ranks(wrapper)}, the dedicated "
-                    f"parameters over {list(layout.row)}; give it process_group=mesh.get_group()"
-                )
-            if wrapper is not None or runtime.replicas is not None:
-                return
-            cure = (
-                "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
-                "or wrap the model in DistributedDataParallel and give dmuon.Muon the wrapped model."
-            )
-        else:
-            cure = (
-                "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before "
-                "dmuon.Muon, or freeze the parameter."
-            )
-        averaged = base.managed_parameters(self._model)
-        for name, param in self._model.named_parameters():
-            if not param.requires_grad or self._record(param) is not None or id(param) in averaged:
-                continue
-            if isinstance(param, DTensor) and _has_dims_of(param.device_mesh, layout.mesh):
-                continue
-            raise ValueError(
-                f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
-                f"{layout.size} data-parallel ranks. {cure}"
             )
 
     # The step
@@ -358,8 +302,7 @@ class Muon(Optimizer):
                 if resting.grad is not None and param is not None:
                     updates[param] = self._begin_update(param, rule, settings, mine)
                     param.mark_updated()
-            device = self._runtime.layout.device
-            dtype = settings.compute_dtype(self.momentum_dtype, device)
+            dtype, device = self._compute_dtype(group), self._runtime.layout.device
             for ((rows, cols), _), matrices in mine.items():
                 count = matrices_at_once(rows, cols, dtype, device)
                 for first in range(0, len(matrices), count):
@@ -370,6 +313,10 @@ class Muon(Optimizer):
         """How the matrices of a group are orthogonalized."""
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         return Settings(triples, group["ns_dtype"], group["ns_algorithm"], self.ns_backend)
+
+    def _compute_dtype(self, group: Mapping[str, Any]) -> torch.dtype:
+        """Of a group's Newton-Schulz."""
+        return self._settings(group).compute_dtype(self.momentum_dtype, self._runtime.layout.device)
 
     def _begin_update(
         self,
@@ -464,11 +411,6 @@ class Muon(Optimizer):
         self._verified = True
 
 
-def _has_dims_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
-    """Whether a mesh runs over all the ranks of another, so that its DTensors can be whole over them."""
-    return set(other.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist())
-
-
 def _taken_at_once(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     """Lists that foreach operations are given: DTensors of one device mesh, and not too many.
 
@@ -483,29 +425,3 @@ def _taken_at_once(params: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
         same[i : i + _FOREACH_SIZE] for same in split.values() for i in range(0, len(same), _FOREACH_SIZE)
     ]
     return [*lists, plain] if plain else lists
-
-
-def _check_muon(group: dict[str, Any]) -> None:
-    """Validate a Muon group's settings by name."""
-    check_rule(group)
-    resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
-    if group["ns_dtype"] is not None:
-        _check_dtype("ns_dtype", group["ns_dtype"])
-    if group["ns_algorithm"] not in ("auto", "direct", "gram"):
-        raise ValueError(f"ns_algorithm must be 'auto', 'direct' or 'gram', got {group['ns_algorithm']!r}")
-
-
-def _check_adamw(group: Mapping[str, Any]) -> None:
-    """Validate an AdamW group's settings, by the check of torch's own AdamW."""
-    probe = [torch.zeros(1)]
-    settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
-    try:
-        AdamW(probe, lr=float(group["lr"]), **settings)
-    except (TypeError, ValueError) as error:
-        raise ValueError(f"AdamW settings: {error}") from error
-
-
-def _check_dtype(name: str, dtype: object) -> torch.dtype:
-    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
-    return dtype

@@ -86,8 +86,8 @@ def newton_schulz(
             on CUDA; elsewhere float64 for a float64 matrix and float32 for all others.
         algorithm: "direct", "gram", or "auto" for the one with fewer operations, by :func:`operation_count`;
             in bfloat16 "auto" is "direct", the more exact one there.
-        backend: how products with a symmetric result are computed: "full", "panels", "quack", or "auto" for
-            the fastest on the device; see :mod:`dmuon.optim.products`.
+        backend: how products with a symmetric result are computed: "full", "panels", "quack", "triton", or
+            "auto" for the fastest on the device; see :mod:`dmuon.optim.products`.
         eps: smallest divisor, in the units of ``matrix``; finite, not negative.
 
     Returns:
@@ -96,7 +96,7 @@ def newton_schulz(
     Raises:
         ValueError: for a matrix that is not floating point or has fewer than two dimensions, or an argument
             outside what is listed above.
-        RuntimeError: if "quack" is asked for and cannot be had.
+        RuntimeError: if "quack" or "triton" is asked for and cannot be had.
     """
     settings = Settings(resolve_coefficients(coefficients, steps), dtype, algorithm, backend, eps)
     _check_matrix(matrix)
@@ -152,7 +152,7 @@ def orthogonalize(batch: Tensor, settings: Settings, scratch: Scratch) -> Tensor
     _, rows, cols = batch.shape
     dtype = settings.compute_dtype(batch.dtype, batch.device)
     x = _normalise(batch, settings.eps, dtype, scratch)
-    product = symmetric_product(settings.backend, min(rows, cols), dtype, x.device)
+    product = symmetric_product(settings.backend, rows, cols, dtype, x.device)
     form = _gram_form if settings.form(rows, cols, dtype) == "gram" else _direct_form
     return form(x, settings.triples, product, scratch)
 

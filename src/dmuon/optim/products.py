@@ -8,13 +8,16 @@ A library's general product computes such a result twice. What does better depen
   the library at its full speed.
 - "quack" is the symmetric product of `quack-kernels` (https://github.com/Dao-AILab/quack), for NVIDIA GPUs
   from Hopper on, in bfloat16 and float16; install dmuon's extra "quack".
+- "triton" is a kernel of ours for other GPUs, in bfloat16 and float16. "auto" does not take it: nobody has
+  measured yet where it pays (`benchmarks/gpu.py` does).
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -22,7 +25,7 @@ from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
-Backend = Literal["auto", "full", "panels", "quack"]
+Backend = Literal["auto", "full", "panels", "quack", "triton"]
 
 _PANEL_BYTES = 512  # of a panel's column and thread: below 128 rows of float32, products lose their speed
 _MOST_PANELS = 8  # more save little: the operations are 9/16 then, and tend to 1/2
@@ -69,23 +72,35 @@ def check_backend(backend: object) -> Backend:
     return backend  # type: ignore[return-value]
 
 
-def symmetric_product(
-    backend: Backend, side: int, dtype: torch.dtype, device: torch.device
-) -> SymmetricProduct:
-    """The product to use for results of ``side`` x ``side``.
-
-    "auto" takes quack on the GPUs that it is made for, where it is installed and right; on CPU panels, from
-    the size on where they pay; otherwise full products.
+def check_available(backend: Backend, dtype: torch.dtype, device: torch.device) -> None:
+    """Refuse a kernel that cannot be had.
 
     Raises:
-        RuntimeError: if "quack" is asked for and cannot be had.
+        RuntimeError: with the reason.
     """
-    if backend == "quack":
-        if (reason := _why_not_quack(dtype, device)) is not None:
-            raise RuntimeError(f'ns_backend="quack" cannot be used: {reason}. Take "auto" or "full"')
-        return _quack
-    if backend == "auto" and _has_quack(dtype, device):
-        return _quack
+    if backend in _KERNELS and (reason := _why_not(backend, dtype, device)) is not None:
+        raise RuntimeError(f'ns_backend="{backend}" cannot be used: {reason}. Take "auto" or "full"')
+
+
+def symmetric_product(
+    backend: Backend, rows: int, cols: int, dtype: torch.dtype, device: torch.device
+) -> SymmetricProduct:
+    """The product to use for Gram matrices of ``rows`` x ``cols`` matrices, and for polynomials in them.
+
+    "auto" takes quack on the GPUs that it is made for, where it is installed and right; on CPU panels, from
+    the size on where they pay; otherwise full products. Full products stand in for quack's where a side is
+    no multiple of 16 bytes, which it does not take.
+
+    Raises:
+        RuntimeError: if "quack" or "triton" is asked for and cannot be had.
+    """
+    check_available(backend, dtype, device)
+    if backend == "triton":
+        return _triton
+    if backend == "quack" or (backend == "auto" and _has_quack(dtype, device)):
+        aligned = all(side * dtype.itemsize % 16 == 0 for side in (rows, cols))
+        return _quack if aligned else _full
+    side = min(rows, cols)
     height = panel_height(side, dtype)
     if backend == "panels" or (backend == "auto" and device.type == "cpu" and side >= 2 * height):
         return functools.partial(_panels, height=min(height, side))
@@ -176,43 +191,57 @@ def _gemm_symmetric() -> Callable[..., object]:
     return gemm_symmetric
 
 
+def _triton(
+    a: Tensor, b: Tensor, *, out: Tensor, plus: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
+) -> Tensor:
+    from .triton_product import symmetric_product
+
+    return symmetric_product(a, b, out=out, plus=plus, alpha=alpha, beta=beta)
+
+
+_KERNELS: Mapping[str, SymmetricProduct] = MappingProxyType({"quack": _quack, "triton": _triton})
+
+
 def _has_quack(dtype: torch.dtype, device: torch.device) -> bool:
     """Whether "auto" takes quack's product; the package is asked for nothing that it does not do."""
-    return device.type == "cuda" and dtype.itemsize == 2 and _why_not_quack(dtype, device) is None
+    return device.type == "cuda" and dtype.itemsize == 2 and _why_not("quack", dtype, device) is None
 
 
 @functools.cache
-def _why_not_quack(dtype: torch.dtype, device: torch.device) -> str | None:
-    """Why quack's product cannot be used there; None if it can.
+def _why_not(kernel: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Why a kernel cannot be used there; None if it can.
 
-    It compiles for the device at its first use and has a release every few weeks: so it is used only after it
-    has given a right product here.
+    Kernels are compiled for the device at their first use, by packages that have a release every few weeks
+    or months: so one is used only after it has given a right product here.
     """
-    if device.type != "cuda" or torch.version.cuda is None:
-        return "it needs an NVIDIA GPU"
-    if torch.cuda.get_device_capability(device) < (9, 0):
-        return "it needs a GPU of the Hopper generation or newer"
+    if kernel == "quack":
+        if device.type != "cuda" or torch.version.cuda is None:
+            return "it needs an NVIDIA GPU"
+        if torch.cuda.get_device_capability(device) < (9, 0):
+            return "it needs a GPU of the Hopper generation or newer"
+    if device.type != "cuda":
+        return "it needs a GPU"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"it has no products in {dtype}"
     try:
-        wrong = _error_of_quack(dtype, device)
+        wrong = _error_of(_KERNELS[kernel], dtype, device)
     except Exception as error:  # a missing package, a compiler, a driver: whatever it is, we can do without
         reason = f"it fails here with {type(error).__name__}: {error}"
     else:
         if wrong < 0.02:
             return None
         reason = f"it gives wrong products here (off by {wrong:.2g})"
-    logger.info("symmetric products of quack-kernels are not used: %s", reason)
+    logger.info("symmetric products of %s are not used: %s", kernel, reason)
     return reason
 
 
-def _error_of_quack(dtype: torch.dtype, device: torch.device) -> float:
+def _error_of(product: SymmetricProduct, dtype: torch.dtype, device: torch.device) -> float:
     """Largest relative error of one product on the device, of a wide matrix and of a tall one."""
     wide = torch.linspace(-1, 1, 2 * 384 * 640, device=device).sin().view(2, 384, 640).to(dtype)
     errors = []
     for a in (wide, wide.mT.contiguous().mT):
         plus = torch.bmm(a, a.mT)
-        out = _quack(a, a.mT, out=torch.empty_like(plus), plus=plus, alpha=0.5, beta=-1.5)
+        out = product(a, a.mT, out=torch.empty_like(plus), plus=plus, alpha=0.5, beta=-1.5)
         expected = torch.baddbmm(plus.float(), a.float(), a.float().mT, alpha=0.5, beta=-1.5)
         errors.append(((out.float() - expected).abs().max() / expected.abs().max()).item())
     return max(errors)

@@ -1,0 +1,126 @@
+"""What a parameter group may hold: parameters of the model, averaged gradients, and settings in range."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.optim import AdamW
+
+from .. import base
+from ..replicate import ddp_around, ddp_ranks
+from ..runtime import Runtime
+from ..selection import clean_name
+from .newton_schulz import resolve_coefficients
+from .update import check_rule
+
+
+def find_parameters(group: Mapping[str, Any], model: nn.Module, inner: nn.Module) -> dict[str, Any]:
+    """The group with its parameters looked up, which may be given by name.
+
+    model: as the optimizer was given it; inner: the same, or the dedicated model inside that wrapper.
+
+    Raises:
+        ValueError: for a group without `params`, and for parameters that are not the model's.
+    """
+    if not isinstance(group, Mapping) or "params" not in group:
+        raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
+    by_name = dict(model.named_parameters()) | dict(inner.named_parameters())
+    by_name |= {clean_name(name): param for name, param in by_name.items()}
+    known = {id(param) for param in by_name.values()}
+    given = group["params"]
+    given = [given] if isinstance(given, (torch.Tensor, str)) else list(given)
+    params = []
+    for item in given:
+        if isinstance(item, tuple) and len(item) == 2:  # as model.named_parameters() gives them
+            item = item[1]
+        if isinstance(item, str):
+            if item not in by_name:
+                raise ValueError(f"param_groups: the model has no parameter {item!r}")
+            item = by_name[item]
+        if id(item) not in known:
+            shape = tuple(getattr(item, "shape", ()))
+            raise ValueError(
+                f"param_groups: a parameter of shape {shape} is not one of the model's parameters (any "
+                "more). dedicate_params and fully_shard replace parameters: collect them afterwards, or "
+                "give them by name."
+            )
+        params.append(item)
+    return {**group, "params": params}
+
+
+def check_muon(group: dict[str, Any]) -> None:
+    """Validate a Muon group's settings by name."""
+    check_rule(group)
+    resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
+    if group["ns_dtype"] is not None:
+        check_dtype("ns_dtype", group["ns_dtype"])
+    if group["ns_algorithm"] not in ("auto", "direct", "gram"):
+        raise ValueError(f"ns_algorithm must be 'auto', 'direct' or 'gram', got {group['ns_algorithm']!r}")
+
+
+def check_adamw(group: Mapping[str, Any]) -> None:
+    """Validate an AdamW group's settings, by the check of torch's own AdamW."""
+    probe = [torch.zeros(1)]
+    settings = {key: group[key] for key in ("betas", "eps", "weight_decay")}
+    try:
+        AdamW(probe, lr=float(group["lr"]), **settings)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"AdamW settings: {error}") from error
+
+
+def check_dtype(name: str, dtype: object) -> torch.dtype:
+    """`dtype` if it is a floating-point one, else ValueError with the setting's name."""
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError(f"{name} must be a floating-point dtype, got {dtype!r}")
+    return dtype
+
+
+def check_averaged(model: nn.Module, runtime: Runtime) -> None:
+    """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence.
+
+    model: as the optimizer was given it, with a wrapper around it if there is one.
+
+    Raises:
+        ValueError: with the parameter's name, or the ranks that do not agree.
+    """
+    layout = runtime.layout
+    if layout.size == 1:
+        return
+    if layout.replicated:
+        wrapper = ddp_around(model, runtime.model)
+        if wrapper is not None and ddp_ranks(wrapper) != list(layout.row):
+            raise ValueError(
+                f"DistributedDataParallel averages over the ranks {ddp_ranks(wrapper)}, the dedicated "
+                f"parameters over {list(layout.row)}; give it process_group=mesh.get_group()"
+            )
+        if wrapper is not None or runtime.replicas is not None:
+            return
+        cure = (
+            "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
+            "or wrap the model in DistributedDataParallel and give dmuon.Muon the wrapped model."
+        )
+    else:
+        cure = (
+            "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before "
+            "dmuon.Muon, or freeze the parameter."
+        )
+    averaged = base.managed_parameters(model)
+    for name, param in model.named_parameters():
+        if not param.requires_grad or runtime.record_of(param) is not None or id(param) in averaged:
+            continue
+        if isinstance(param, DTensor) and _has_dims_of(param.device_mesh, layout.mesh):
+            continue
+        raise ValueError(
+            f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
+            f"{layout.size} data-parallel ranks. {cure}"
+        )
+
+
+def _has_dims_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
+    """Whether a mesh runs over all the ranks of another, so that its DTensors can be whole over them."""
+    return set(other.mesh.flatten().tolist()) <= set(mesh.mesh.flatten().tolist())
