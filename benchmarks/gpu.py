@@ -69,7 +69,7 @@ def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     found = []
     for backend in ("full", "panels", "quack", "triton"):
         try:
-            newton_schulz(torch.ones(8, 8, device=device), dtype=dtype, backend=backend)
+            newton_schulz(torch.ones(128, 128, device=device), dtype=dtype, backend=backend)
         except RuntimeError as error:
             print(f"{backend} in {dtype}: {error}")
         else:

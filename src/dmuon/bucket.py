@@ -232,6 +232,8 @@ class Bucket:
             schedule.divisor or self.layout.size,
         )
         buffer = packed.buffer
+        if self._channels.side is not None:
+            self._channels.side.keep(buffer)
         yield self._channels.reduce.reduce(buffer, self.owner.shard, self.label)
         if held is not None:
             buffer.add_(held)

@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from .comm import Channel, Traffic
+from .comm import Channel, Traffic, side_stream
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 from .pipeline import Pipeline
@@ -34,6 +34,7 @@ class Channels:
         publish_exchange: updates (or factors), from the TP owners to the owner row's pieces.
         publish: updated weights, from the owner to those who keep a copy: its column, under DDP its row.
         base: gradients of the base parameters under `replicate`, averaged over the row.
+        side: where the later stages of reductions run, on CUDA.
         publishing: the publishes in flight.
         has_gram_stage: publishes start with a stage of Gram matrices, in which the rest takes no part.
         gather_scratch, scatter_scratch: buffers of exchanges to the TP owners and back.
@@ -51,6 +52,7 @@ class Channels:
         reuse_scatter: bool = False,
     ) -> None:
         self.traffic = Traffic()
+        self.side = side_stream(layout.device)
         self.publishing: Pipeline[None] = Pipeline()
         self.has_gram_stage = False
         self.gather_scratch = Scratch(reuse_gather)

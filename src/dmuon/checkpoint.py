@@ -17,7 +17,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.nn as nn
@@ -337,6 +337,9 @@ def _whole(value: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     """What is to be loaded, on every rank; collective for a DTensor."""
     if not isinstance(value, DTensor):
         return value
+    home = value.device_mesh.device_type
+    if value.device.type not in (home, "meta"):  # offloaded to the CPU: collectives run where the mesh is
+        value = cast(DTensor, value.to(home))
     with explained(f"the gathering of what is loaded for {param.param_name}", READ_RULE):
         return value.full_tensor()
 

@@ -63,9 +63,10 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be > 0 or math.inf, got {norm_type}")
-    params = [param for param in _parameters(model_or_params) if param.grad is not None]
+    every = _parameters(model_or_params)
+    params = [param for param in every if param.grad is not None]
     if not params:
-        return torch.tensor(0.0)
+        return torch.zeros((), device=every[0].device if every else None)
     gradients = [_without_partial_sums(param) for param in params]
     norm = _global_norm(gradients, norm_type)
     if error_if_nonfinite and not bool(norm.isfinite()):

@@ -4,10 +4,11 @@ A `Channel` is one process group with one purpose. All its collectives are issue
 order; different purposes have different channels, so that a prefetch, a reduction and a publish never queue
 behind each other. Every collective is asynchronous and returns a `Pending`.
 
-`Work` handles do on both kinds of device what side streams would: gloo runs the collective in its own
+`Work` handles do on both kinds of device most of what side streams would: gloo runs the collective in its own
 threads and `wait` blocks the host; NCCL runs it on its own stream and `wait` makes the current stream wait,
-without a host sync. One code path that every CPU test runs is worth more than a second one with hand-made
-streams, whose only gain would be to move the packing copies off the compute stream.
+without a host sync. What they cannot do is to start one collective when another one is over, without either
+of them in the way of the computation: on CPU we look now and then whether it is over, on CUDA a `SideStream`
+waits for it.
 
 A running torch profiler shows where each collective is issued, as `dmuon::<phase> <label>`, and on CUDA its
 kernels under the same name. When it is over on CPU, `timeline` tells.
@@ -170,6 +171,39 @@ class Channel:
     def _count(self, buffer: torch.Tensor, root: int) -> None:
         at_root = self._ranks[root] == dist.get_rank()
         self._traffic.add(self.phase, 0 if at_root else buffer.numel() * buffer.element_size())
+
+
+class SideStream:
+    """The CUDA stream on which reductions of several collectives go from one to the next.
+
+    The host, which runs ahead of the device, issues them all at once; so their order is the same on all
+    ranks (NCCL asks for that across process groups, too), where to look whether one is over would make it
+    depend on the moment. The stream of the computation does not wait for them before the end of backward.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @contextlib.contextmanager
+    def ahead(self) -> Iterator[None]:
+        """What is done inside comes after all that the current stream has been given so far."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def keep(self, buffer: torch.Tensor) -> None:
+        """Nobody else gets the memory of a buffer, once it is freed, before this stream is done with it."""
+        buffer.record_stream(self._stream)
+
+    def join(self) -> None:
+        """What the current stream is given from now on comes after all that this one has been given."""
+        torch.cuda.current_stream(self._device).wait_stream(self._stream)
+
+
+def side_stream(device: torch.device) -> SideStream | None:
+    """One where streams are to be had."""
+    return SideStream(device) if device.type == "cuda" else None
 
 
 def packed_offsets(numels: Sequence[int], dtype: torch.dtype) -> tuple[list[int], int]:

@@ -82,11 +82,11 @@ class DedicatedParam:
             else:
                 local = local.full_tensor()
         self.compute_dtype = None if master_dtype in (None, local.dtype) else local.dtype
+        # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.
+        local = local.contiguous() if self.keeps_weight else local.new_empty((0, *local.shape[1:]))
         local = local.to(master_dtype or local.dtype)
         if not local.is_meta:
             local = local.to(layout.device)
-        # A rank that does not keep the weight lets go of it here; the keeper takes it over without a copy.
-        local = local.contiguous() if self.keeps_weight else local.new_empty((0, *local.shape[1:]))
         self.mesh = layout.mesh if tp is None else layout.with_tp(tp.mesh)
         placements = layout.weight_placements() + (tp.placements if tp is not None else ())
         weight = wrap_local(local, self.full_shape, self.mesh, placements)
@@ -309,7 +309,8 @@ class DedicatedParam:
             known = getattr(self.resting.grad, "_dmuon_count", None)
             count = None if known is None or count is None else known + count
             self._keep_gradient_as_ours()
-            self.resting.grad.add_(gradient)
+            # Both lie alike: on the local parts, without what DTensor does for an operation.
+            local_part(self.resting.grad).add_(local_part(gradient))
         # The count lives and dies with the gradient itself: whoever replaces or drops it drops that as well.
         self.resting.grad._dmuon_count = count  # type: ignore[attr-defined]
 

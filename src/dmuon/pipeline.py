@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-from .comm import Pending
+from .comm import Pending, SideStream
 
 T = TypeVar("T")
 Stages = Generator[Pending, None, T]  # yields the collective of each stage, returns what comes of it
@@ -54,9 +54,12 @@ class Pipeline(Generic[T]):
     No operation enters a stage before all earlier ones have: so every channel sees the same order on all its
     ranks, although they learn at different times that a stage is over. Operations of one pipeline use one
     channel a stage; a rank that has no part in a stage passes it with a `Pending` that is nothing.
+
+    side: where there is one, all stages but the first run there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, side: SideStream | None = None) -> None:
+        self._side = side
         self._operations: deque[Operation[T]] = deque()  # all, until their results are fetched
         # Those not known to be done, by stage, so that a poll asks only the first of each. One that has been
         # advanced by others than us is ahead of its queue.
@@ -78,8 +81,13 @@ class Pipeline(Generic[T]):
             self._queues[stage].append(operation)
 
     def poll(self) -> None:
-        """Take operations to their next stages as far as that needs no waiting."""
-        self._advance(Operation.is_ready)
+        """Take operations to their next stages as far as that needs no waiting; on a side stream, which does
+        the waiting, to their ends."""
+        if self._side is None:
+            self._advance(Operation.is_ready)
+        else:
+            with self._side.ahead():
+                self._advance(lambda operation: True)
 
     def _advance(self, may_go_on: Callable[[Operation[T]], bool]) -> None:
         """A stage of each in turn, so that they overlap; the first that may not go on holds up the rest."""
@@ -93,6 +101,9 @@ class Pipeline(Generic[T]):
 
     def finish(self, last: Operation[T] | None = None) -> list[T]:
         """Wait for all operations, or for those up to `last`; what they returned, in order."""
+        if self._side is not None:
+            self.poll()
+            self._side.join()
         until = self._started if last is None else last.number
         self._advance(lambda operation: operation.number <= until)
         results = []

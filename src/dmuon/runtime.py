@@ -26,6 +26,7 @@ import torch.nn as nn
 from torch.autograd import Variable
 
 from . import base
+from .boundaries import check_sharding, hook_boundaries, module_paths
 from .bucket import HandOver, Precision, Update
 from .channels import Channels, ProcessGroups
 from .comm import Traffic
@@ -125,9 +126,9 @@ class Runtime:
         for module in {param.module for param in self.params}:
             base.unhide(module)
         self.check()
-        boundaries = self._boundaries()
+        boundaries = hook_boundaries(self.model, self.options.hook_boundary)
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
-        paths = self._paths()
+        paths = module_paths(self.model)
         for param in self.params:
             members[base.enclosing(paths[param.module], boundaries) or ""].append(param)
         channels = Channels(
@@ -140,6 +141,7 @@ class Runtime:
         )
         self._channels = channels
         self.traffic = channels.traffic
+        self._reductions = Pipeline(channels.side)
         sharded = base.sharded_modules(self.model)
         scheduled = {name: module for name, module in sharded.items() if base.has_parameters(module)}
         for name, params in members.items():
@@ -164,56 +166,7 @@ class Runtime:
         """
         for param in self.params:
             param.refresh()
-        ours = self.layout.mesh.mesh.flatten().tolist()
-        fitting = {self.layout.mesh}
-        sharded = base.sharded_modules(self.model)
-        paths = self._paths()
-        offloaded = [name for name, module in sharded.items() if base.offloads_to_cpu(module)]
-        if offloaded:
-            raise ValueError(
-                f"{offloaded[0] or 'the model'} is wrapped by fully_shard with a CPUOffloadPolicy. Dedicated "
-                "parameters and their momentum stay on the device, on their owners: leave offload_policy out."
-            )
-        if sharded and self.layout.replicated:
-            raise ValueError(
-                f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
-                "parameters were chosen for DDP. Use dmuon.dedicate_params with fully_shard, or "
-                "dmuon.replicate in its place."
-            )
-        for param in self.params:
-            around = base.enclosing(paths[param.module], sharded)
-            mesh = base.data_parallel_mesh(sharded[around]) if around is not None else None
-            if mesh is None or mesh in fitting:
-                continue
-            theirs = mesh.mesh.flatten().tolist()
-            if sorted(theirs) != sorted(ours):
-                raise ValueError(
-                    f"{param.param_name} was given to dedicate_params with a mesh of the ranks {ours}, and "
-                    f"to fully_shard with one of the ranks {theirs}. Give both the same data-parallel mesh; "
-                    'for HSDP, dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"]).'
-                )
-            fitting.add(mesh)
-
-    def _paths(self) -> dict[nn.Module, str]:
-        """Where each module stands now: wrappers may have come in between since `dedicate_params`."""
-        return {module: name for name, module in self.model.named_modules()}
-
-    def _boundaries(self) -> dict[str, nn.Module]:
-        """Modules at whose forward a group is gathered, by name, in module order; always with the root."""
-        modules = dict(self.model.named_modules())
-        chosen: dict[str, nn.Module]
-        if self.options.hook_boundary is not None:
-            choose = self.options.hook_boundary
-            chosen = {name: module for name, module in modules.items() if choose(name, module)}
-            for name, module in chosen.items():
-                if not base.is_callable(module):
-                    raise ValueError(
-                        f"hook_boundary selects {name}, a {type(module).__name__}, which has no forward that "
-                        "could be hooked; select its elements"
-                    )
-        else:
-            chosen = base.sharded_modules(self.model) or base.block_modules(self.model)
-        return {name: module for name, module in modules.items() if name in chosen or name == ""}
+        check_sharding(self.model, self.layout, self.params)
 
     def _add_group(
         self,
@@ -336,7 +289,8 @@ class Runtime:
         The engine keeps the end-of-backward callback alive exactly as long as that backward: a flag would
         still be up after a backward that raised.
         """
-        return self._ended() is not None
+        # The engine's threads may hold the callback a moment longer; then no task of theirs is ours.
+        return self._ended() is not None and torch._C._current_graph_task_id() != -1
 
     def _pre_backward_hook(self, group: DedicatedGroup) -> Callable[[torch.Tensor], None]:
         version = group.version

@@ -181,7 +181,8 @@ def _panels(
 def _quack(
     a: Tensor, b: Tensor, *, out: Tensor, plus: Tensor | None = None, alpha: float = 1.0, beta: float = 1.0
 ) -> Tensor:
-    _gemm_symmetric()(a, b, C=plus, out=out, alpha=alpha, beta=beta)
+    # It compiles a kernel for each of beta's kinds, used or not: one is enough.
+    _gemm_symmetric()(a, b, C=plus, out=out, alpha=alpha, beta=1.0 if plus is None else beta)
     return out
 
 
@@ -236,12 +237,19 @@ def _why_not(kernel: str, dtype: torch.dtype, device: torch.device) -> str | Non
 
 
 def _error_of(product: SymmetricProduct, dtype: torch.dtype, device: torch.device) -> float:
-    """Largest relative error of one product on the device, of a wide matrix and of a tall one."""
+    """Largest relative error of the products that Newton-Schulz needs, on the device.
+
+    All of them, of wide and of tall matrices: each may be a kernel of its own, and in the middle of a step it
+    is too late to find that one fails.
+    """
     wide = torch.linspace(-1, 1, 2 * 384 * 640, device=device).sin().view(2, 384, 640).to(dtype)
     errors = []
     for a in (wide, wide.mT.contiguous().mT):
-        plus = torch.bmm(a, a.mT)
-        out = product(a, a.mT, out=torch.empty_like(plus), plus=plus, alpha=0.5, beta=-1.5)
-        expected = torch.baddbmm(plus.float(), a.float(), a.float().mT, alpha=0.5, beta=-1.5)
-        errors.append(((out.float() - expected).abs().max() / expected.abs().max()).item())
+        gram = torch.bmm(a, a.mT)
+        for plus, alpha, beta in ((None, 1.0, 0.0), (gram, 1.0, -1.5), (gram, 0.5, -1.5)):
+            out = product(a, a.mT, out=torch.empty_like(gram), plus=plus, alpha=alpha, beta=beta)
+            expected = alpha * torch.bmm(a.float(), a.float().mT)
+            if plus is not None:
+                expected += beta * plus.float()
+            errors.append(((out.float() - expected).abs().max() / expected.abs().max()).item())
     return max(errors)

@@ -36,13 +36,14 @@ def symmetric_product(
     batch, side, _ = out.shape
     blocks = triton.cdiv(side, block)
     with torch.cuda.device_of(out):  # Triton launches on the current device
-        _kernel[(blocks, blocks, batch)](
+        _kernel[(batch * blocks * blocks,)](  # in one dimension, the only one with room for any batch
             a,
             b,
             out if plus is None else plus,
             out,
             side,
             a.shape[-1],
+            blocks,
             *a.stride(),
             *b.stride(),
             alpha,
@@ -63,6 +64,7 @@ def _kernel(  # type: ignore[no-untyped-def]
     out,
     side,
     depth,
+    blocks,
     a_matrix,
     a_row,
     a_col,
@@ -76,10 +78,11 @@ def _kernel(  # type: ignore[no-untyped-def]
     step: tl.constexpr,
 ):
     """One block of the lower triangle of one matrix, and its mirror image."""
-    i, j = tl.program_id(0), tl.program_id(1)
+    place = tl.program_id(0)
+    matrix, i, j = place // (blocks * blocks), place // blocks % blocks, place % blocks
     if j > i:
         return
-    matrix = tl.program_id(2).to(tl.int64)  # 64 bits: a batch may have more than 2^31 elements
+    matrix = matrix.to(tl.int64)  # 64 bits: a batch may have more than 2^31 elements
     rows = (i * block + tl.arange(0, block)).to(tl.int64)
     cols = (j * block + tl.arange(0, block)).to(tl.int64)
     inner = tl.arange(0, step)

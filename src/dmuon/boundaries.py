@@ -1,0 +1,79 @@
+"""Where the modules stand at whose forward a group is gathered, and whether `fully_shard` agrees with us."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch.nn as nn
+
+from . import base
+from .layout import DataParallelLayout
+from .parameter import DedicatedParam
+
+
+def module_paths(model: nn.Module) -> dict[nn.Module, str]:
+    """Where each module stands now: wrappers may have come in between since `dedicate_params`."""
+    return {module: name for name, module in model.named_modules()}
+
+
+def hook_boundaries(
+    model: nn.Module, choose: Callable[[str, nn.Module], bool] | None
+) -> dict[str, nn.Module]:
+    """Modules at whose forward a group is gathered, by name, in module order; always with the root.
+
+    choose: says so of a name and a module; None follows `fully_shard`, or else the blocks.
+
+    Raises:
+        ValueError: for a chosen module that has no forward.
+    """
+    modules = dict(model.named_modules())
+    chosen: dict[str, nn.Module]
+    if choose is not None:
+        chosen = {name: module for name, module in modules.items() if choose(name, module)}
+        for name, module in chosen.items():
+            if not base.is_callable(module):
+                raise ValueError(
+                    f"hook_boundary selects {name}, a {type(module).__name__}, which has no forward that "
+                    "could be hooked; select its elements"
+                )
+    else:
+        chosen = base.sharded_modules(model) or base.block_modules(model)
+    return {name: module for name, module in modules.items() if name in chosen or name == ""}
+
+
+def check_sharding(model: nn.Module, layout: DataParallelLayout, params: Iterable[DedicatedParam]) -> None:
+    """Refuse a `fully_shard` that does not go together with the dedicated parameters.
+
+    Raises:
+        ValueError: if it averages gradients over other ranks, offloads to the CPU, or is used together with
+            DDP.
+    """
+    ours = layout.mesh.mesh.flatten().tolist()
+    fitting = {layout.mesh}
+    sharded = base.sharded_modules(model)
+    paths = module_paths(model)
+    offloaded = [name for name, module in sharded.items() if base.offloads_to_cpu(module)]
+    if offloaded:
+        raise ValueError(
+            f"{offloaded[0] or 'the model'} is wrapped by fully_shard with a CPUOffloadPolicy. Dedicated "
+            "parameters and their momentum stay on the device, on their owners: leave offload_policy out."
+        )
+    if sharded and layout.replicated:
+        raise ValueError(
+            f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
+            "parameters were chosen for DDP. Use dmuon.dedicate_params with fully_shard, or "
+            "dmuon.replicate in its place."
+        )
+    for param in params:
+        around = base.enclosing(paths[param.module], sharded)
+        mesh = base.data_parallel_mesh(sharded[around]) if around is not None else None
+        if mesh is None or mesh in fitting:
+            continue
+        theirs = mesh.mesh.flatten().tolist()
+        if sorted(theirs) != sorted(ours):
+            raise ValueError(
+                f"{param.param_name} was given to dedicate_params with a mesh of the ranks {ours}, and "
+                f"to fully_shard with one of the ranks {theirs}. Give both the same data-parallel mesh; "
+                'for HSDP, dedicate_params(model, mesh["shard"], replicate_mesh=mesh["replicate"]).'
+            )
+        fitting.add(mesh)
