@@ -16,6 +16,7 @@ from dmuon.bucket import Update
 from dmuon.comm import Traffic, packed_offsets
 from dmuon.group import DedicatedGroup
 from dmuon.layout import Owner
+from dmuon.parameter import with_gradients
 from dmuon.runtime import find_runtime
 from models import (
     Transformer,
@@ -305,7 +306,7 @@ def carry(
         assert gradient.shape == expected.shape
         if record.is_owner:
             assert torch.equal(record.local_gradient(), expected)
-            assert record.had_gradient()
+            assert with_gradients([record])
         else:
             assert record.local_gradient().numel() == 0
     # Publish: what the owner writes, its replicas and every later reader have.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from typing import cast
 
@@ -353,15 +353,13 @@ class DedicatedParam:
                 "2 * grad, torch.zeros_like(param)); do not distribute or redistribute them."
             )
 
-    def had_gradient(self) -> bool:
-        """In the owner row: whether any rank had a gradient for it.
+    @property
+    def gradient_count(self) -> torch.Tensor | None:
+        """In the owner row, of a gradient: the number of ranks that had one; None if it is known not to be 0.
 
-        A host sync only if this rank itself had none in every backward that contributed.
+        It is, unless this rank itself had none in one of the backwards that contributed.
         """
-        if self.resting.grad is None:
-            return False
-        count = getattr(self.resting.grad, "_dmuon_count", None)
-        return count is None or bool(count > 0)
+        return getattr(self.resting.grad, "_dmuon_count", None)
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:
@@ -383,6 +381,18 @@ class DedicatedParam:
         if gradient.placements == self.owner_placements or self.tp is None or self.in_pieces:
             return local
         return self.tp.wrap(local).full_tensor()
+
+
+def with_gradients(params: Iterable[DedicatedParam]) -> set[DedicatedParam]:
+    """Of the parameters in whose owner row this rank is: those that any rank had a gradient for.
+
+    One host sync for all of them, and none if all are known to have one.
+    """
+    mine = {p: p.gradient_count for p in params if p.in_owner_row and p.resting.grad is not None}
+    asked = {param: count > 0 for param, count in mine.items() if count is not None}
+    answers = torch.stack([*asked.values()]).tolist() if asked else []
+    without = {param for param, answer in zip(asked, answers, strict=True) if not answer}
+    return mine.keys() - without
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -181,8 +181,11 @@ class Replicas:
         for params, packed, pending in self._flights:
             pending.wait()
             packed.average()
-            for param, view, count, mine in zip(params, packed.views, packed.counts, packed.had, strict=True):
-                if mine or bool(count > 0):  # a host sync only where this rank had none
+            had = (
+                packed.had if all(packed.had) else (packed.counts > 0).tolist()
+            )  # a host sync: only if needed
+            for param, view, any_had in zip(params, packed.views, had, strict=True):
+                if any_had:
                     _add_gradient(param, view)
         for param, earlier in self._earlier.items():
             if not param.requires_grad:  # frozen meanwhile: nothing has taken it along

@@ -16,7 +16,7 @@ from torch.optim import AdamW, Optimizer
 from .. import base, checkpoint
 from ..bucket import Update
 from ..inspect import summary
-from ..parameter import DedicatedParam
+from ..parameter import DedicatedParam, with_gradients
 from ..runtime import find_runtime
 from ..scratch import Scratch
 from ..selection import clean_name
@@ -297,11 +297,12 @@ class Muon(Optimizer):
                 continue
             rule, settings = check_rule(group), self._settings(group)
             mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
-            for resting in group["params"]:
-                param = self._record(resting)
-                if resting.grad is not None and param is not None:
-                    updates[param] = self._begin_update(param, rule, settings, mine)
-                    param.mark_updated()
+            records = (self._record(resting) for resting in group["params"] if resting.grad is not None)
+            params = [param for param in records if param is not None]
+            here = with_gradients(params)
+            for param in params:
+                updates[param] = self._begin_update(param, rule, settings, mine, has_gradient=param in here)
+                param.mark_updated()
             dtype, device = self._compute_dtype(group), self._runtime.layout.device
             for ((rows, cols), _), matrices in mine.items():
                 count = matrices_at_once(rows, cols, dtype, device)
@@ -324,11 +325,16 @@ class Muon(Optimizer):
         rule: UpdateRule,
         settings: Settings,
         mine: dict[_Kind, list[_Matrix]],
+        *,
+        has_gradient: bool,
     ) -> Update:
-        """What the publish is to do to pieces; a matrix that is whole here is put down in `mine`."""
+        """What the publish is to do to pieces; a matrix that is whole here is put down in `mine`.
+
+        has_gradient: this rank is in the owner row, and the matrix is not to be left alone.
+        """
         param.check_gradient()
         momentum = self._momentum(param)
-        if not (param.in_owner_row and param.had_gradient()):
+        if not has_gradient:
             return Update()
         gradient = param.local_gradient()
         if param.keeps_state and not param.in_pieces:
