@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from dmuon import channels
+from dmuon.comm import Channel
 from dmuon.runtime import find_runtime
 from layouts import LAYOUTS, Model, Sizes, build, loss_of
 from models import agreed, assert_weights_close, backward_both, step_both, with_oracle
@@ -87,3 +88,24 @@ def has_no_side(shape: tuple[int, ...]) -> bool:
     model = Model()
     build(model, {"dp": 1})
     return find_runtime(model)._channels.side is None
+
+
+def connect(sizes: Sizes) -> tuple[bool, dict[str, int]]:
+    """Every channel once, as is done at the start where connecting blocks the host."""
+    model = Model()
+    build(model, sizes)
+    runtime = find_runtime(model)
+    every = runtime._channels._every()
+    for channel in every:
+        channel.connect(torch.device("cpu"))
+    values = vars(runtime._channels).values()
+    made = [v for value in values for v in (value.values() if isinstance(value, dict) else [value])]
+    complete = every == [channel for channel in made if isinstance(channel, Channel)]
+    return complete, runtime.traffic.collectives
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_all_process_groups_can_be_connected_in_one_order(ranks, sizes):
+    for complete, collectives in ranks(4, connect, sizes):
+        assert complete
+        assert not collectives  # it is no traffic of the training

@@ -80,6 +80,17 @@ class Channels:
                 self.exchange[ranks] = self._channel("exchange", ranks, param.tp_group)
                 self.publish_exchange[ranks] = self._channel("publish_exchange", ranks, param.tp_group)
 
+        if layout.device.type != "cpu":
+            for channel in self._every():
+                channel.connect(layout.device)
+
+    def _every(self) -> list[Channel]:
+        """In the order in which they were made, the same on all ranks."""
+        first = [self.gather, self.reduce, self.reduce_replicas, self.publish]
+        if self.base is not None:
+            first.append(self.base)
+        return [*first, *self.sum_copies.values(), *self.exchange.values(), *self.publish_exchange.values()]
+
     def _channel(self, phase: str, ranks: tuple[int, ...], shared: dist.ProcessGroup | None) -> Channel:
         group = None
         if len(ranks) > 1:

@@ -112,6 +112,15 @@ class Channel:
         self._group = group
         self._traffic = traffic
 
+    def connect(self, device: torch.device) -> None:
+        """Make the connections of the process group now, on all its ranks.
+
+        NCCL makes them at the first collective, and blocks the host until all ranks are there: later on, each
+        might be there for another process group first.
+        """
+        if len(self._ranks) > 1:
+            dist.all_reduce(torch.zeros(1, device=device), group=self._group)
+
     def broadcast(self, buffer: torch.Tensor, source: int, label: str) -> Pending:
         """Send `buffer` from coordinate `source` of this channel to all others, in place."""
         work = None
