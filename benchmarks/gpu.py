@@ -9,6 +9,8 @@
    launched one by one against a CUDA graph.
 2. `dmuon.Muon.step()` for one rank's share of a 7B model (Llama 2 7B's matrices over `--ranks` owners)
    against fused AdamW on the same share, and the memory that each needs at its peak.
+3. A small training under FSDP2, HSDP and DDP, each on a mesh of this one device: how far its weights are from
+   those of the same training on the CPU, with Newton-Schulz in float32 on both.
 
 Needs torch and dmuon alone. Writes `results/gpu.md`.
 """
@@ -26,6 +28,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from dmuon.optim.newton_schulz import newton_schulz
@@ -171,6 +174,47 @@ def adamw_step(model: nn.Module, device: torch.device) -> Callable[[], object]:
     return torch.optim.AdamW(model.parameters(), fused=True).step
 
 
+def training(args: argparse.Namespace, device: torch.device) -> Iterator[str]:
+    """Part 3."""
+    yield ""
+    yield "Largest difference of any weight from the same training on the CPU, in float32:"
+    yield ""
+    yield "| layout | difference |"
+    yield "|---|---:|"
+    for layout in ("FSDP2", "HSDP", "DDP"):
+        there, here = (trained(layout, torch.device(kind)) for kind in (device.type, "cpu"))
+        difference = max((a - b).abs().max().item() for a, b in zip(there, here, strict=True))
+        yield f"| {layout} | {difference:.1e} |"
+
+
+def trained(layout: str, device: torch.device) -> list[torch.Tensor]:
+    """The weights of a small model after a few steps of two micro-batches each, on the CPU."""
+    torch.manual_seed(0)
+    blocks = [nn.Sequential(nn.Linear(96, 160), nn.GELU(), nn.Linear(160, 96)) for _ in range(3)]
+    model = nn.Sequential(*blocks, nn.Linear(96, 8)).to(device)
+    batches = torch.randn(3, 2, 32, 96)
+    if layout == "DDP":
+        mesh = init_device_mesh(device.type, (1,), mesh_dim_names=("dp",))
+        dmuon.dedicate_params_ddp(model, mesh["dp"])
+        dmuon.replicate(model, mesh["dp"])
+    else:
+        names = ("replicate", "shard") if layout == "HSDP" else ("shard",)
+        mesh = init_device_mesh(device.type, (1,) * len(names), mesh_dim_names=names)
+        replicas = mesh["replicate"] if layout == "HSDP" else None
+        dmuon.dedicate_params(model, mesh["shard"], replicate_mesh=replicas)
+        for block in blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, ns_dtype=torch.float32)
+    for step in batches.to(device):
+        for batch in step:
+            model(batch).square().mean().backward()
+        dmuon.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [dmuon.full_tensor(param).detach().cpu() for param in model.parameters()]
+
+
 def peak(function: Callable[[], object], device: torch.device) -> str:
     """Megabytes that one call allocates on top of what there was, at its peak."""
     if device.type != "cuda":
@@ -189,12 +233,12 @@ def main() -> None:
     device = torch.device(args.device)
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
+            "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
             init_method=f"file://{folder}/store",
             rank=0,
             world_size=1,
         )
-        parts = (part(args, device) for part in (orthogonalization, batches, graphs, step))
+        parts = (part(args, device) for part in (orthogonalization, batches, graphs, step, training))
         write(itertools.chain(heading("On one GPU", "gpu.py"), *parts), args.out)
         dist.destroy_process_group()
 

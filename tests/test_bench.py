@@ -314,7 +314,7 @@ def test_what_cannot_run_is_refused_at_once(
         (
             "gpu.py",
             ["--device", "cpu", "--small"],
-            ["| 64x256 |", "| 16 of 64x64 |", "| dmuon |", "| AdamW, fused |"],
+            ["| 64x256 |", "| 16 of 64x64 |", "| dmuon |", "| AdamW, fused |", "| HSDP | 0.0e+00 |"],
         ),
     ],
 )
