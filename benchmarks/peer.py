@@ -5,6 +5,8 @@ A file of a peers folder is a module with
     NAME: str                 how tables call it
     UPDATE: str               optional: peers that name the same update are expected to have the same loss
     NOTE: str                 optional: one sentence on what it does, printed under the tables
+    DTYPE: torch.dtype        optional: of its Newton-Schulz; where that would take seconds, for want of
+                              instructions for it, the peer runs only if it is asked for
 
     def build(model: nn.Module, mesh: DeviceMesh) -> tuple[nn.Module, optimizer]
         Spread the model over the mesh (dims: see examples/parallel.py) and return it, wrapped or not, and
@@ -31,6 +33,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -60,6 +63,10 @@ class Peer:
     @property
     def note(self) -> str:
         return str(getattr(self.module, "NOTE", ""))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        return getattr(self.module, "DTYPE", None)
 
     def why_not(self, mesh: DeviceMesh) -> str:
         """Why this peer does not run on this mesh; empty if it does."""

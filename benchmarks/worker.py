@@ -21,6 +21,7 @@ from contestant import SETTLING, Contestant, mean_losses, prepare
 from control import Control, own_mesh
 from machine import describe
 from model import Task
+from pace import too_slow
 from parallel import mesh_text
 from peer import Peer, Unfit, find_peers
 from rounds import Turn, play, time_contestant, time_newton_schulz
@@ -98,6 +99,8 @@ def enter(peer: Peer, sizes: dict[str, int], job: Job) -> tuple[Contestant, dict
     """Prepare a peer, on a mesh of its own."""
     mesh = own_mesh(sizes)
     if reason := peer.why_not(mesh):
+        raise Unfit(reason)
+    if not job.only and (reason := too_slow(peer, job.task)):
         raise Unfit(reason)
     return prepare(peer, job.task, mesh, job.warmup)
 

@@ -227,6 +227,26 @@ def test_one_rank_that_fails_is_named_and_harms_nobody(ranks: Ranks) -> None:
     assert ranks(2, fail_alone) == [("ValueError: only here (on rank 1)", 2.0, "")] * 2
 
 
+@pytest.mark.parametrize(("speed", "left_out"), [(1e12, False), (1e6, True)])
+def test_without_instructions_for_its_dtype_a_peer_stays_out(
+    bench: Any, monkeypatch: pytest.MonkeyPatch, speed: float, left_out: bool
+) -> None:
+    pace, peers, model = bench("pace"), bench("peer").find_peers([]), bench("model")
+    monkeypatch.setattr(pace, "rate", lambda dtype: speed)
+    monkeypatch.setattr(dist, "get_world_size", lambda: 4)
+    task = model.Task(bench("gpt").GPTConfig(32, 32, 2, 2, 16), 32, 0)
+    reasons = {peer.file: pace.too_slow(peer, task) for peer in peers}
+    assert not any(reasons[peer.file] for peer in peers if peer.dtype is None)
+    in_bfloat16 = {peer.file for peer in peers if peer.dtype == torch.bfloat16}
+    assert in_bfloat16 == {"dmuon_bfloat16", "fsdp2_torch_muon", "muon_fsdp2"}
+    for file in in_bfloat16:
+        assert (f"--only {file} runs it" in reasons[file]) == left_out
+
+
+def test_rates_are_measured(bench: Any) -> None:
+    assert bench("pace").rate(torch.float32) > 1e6
+
+
 # The command
 
 

@@ -13,6 +13,7 @@ from peers import dmuon_muon
 
 NAME = "dmuon, bfloat16"
 UPDATE = "muon"
+DTYPE = torch.bfloat16
 NOTE = "as dmuon, with ns_dtype=torch.bfloat16."
 finish = dmuon_muon.finish
 

@@ -16,6 +16,7 @@ from settings import LR, MOMENTUM, NESTEROV, NS_STEPS, WEIGHT_DECAY, Together, a
 
 NAME = "FSDP2 + torch Muon"
 UPDATE = "muon"
+DTYPE = torch.bfloat16
 NOTE = (
     "fully_shard; torch.optim.Muon on the sharded matrices as they are (DTensors: torch issues the "
     "collectives inside Newton-Schulz, which is in bfloat16), AdamW(fused=True) on the rest."

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
@@ -26,6 +27,7 @@ from settings import (
 
 NAME = "muon-fsdp2"
 UPDATE = "muon"
+DTYPE = torch.bfloat16
 NOTE = (
     "fully_shard; the package's optimizer for all parameters. It gathers the momentum of each matrix to one "
     "rank, orthogonalizes there, compiled and in bfloat16, and scatters the update; AdamW is its own loop."
