@@ -6,7 +6,8 @@
 For each shape, in the same run and in turn, round by round:
 
 - `dmuon`: `dmuon.newton_schulz` with its defaults for the device;
-- `torch`: the kernel of `torch.optim.Muon`, which computes in bfloat16 whatever the device is good at;
+- `torch`: the kernel of `torch.optim.Muon`, which computes in bfloat16 whatever the device is good at; left
+  out ("-") where a call would take more than twenty seconds;
 - `torch, same dtype`: its arithmetic (Gram matrix, its square, product with X; all products in full) in the
   dtype that dmuon uses;
 - `products`: as many operations as `dmuon.optim.newton_schulz.operation_count` says, in square products of
@@ -37,6 +38,7 @@ from machine import describe
 from spread import by_round, spread
 
 SHAPES = ["256x256", "512x512", "1024x1024", "2048x2048", "256x1024", "512x2048", "1024x4096", "2048x8192"]
+LONGEST_CALL = 20.0  # seconds
 QUINTIC = (3.4445, -4.7750, 2.0315)
 RESULTS = Path(__file__).parent / "results"
 
@@ -99,9 +101,10 @@ class Contest:
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
 
-    def product(self, side: int) -> Callable[[], object]:
-        """One square product."""
-        a, b, out = (torch.randn(side, side, device=self.device).to(self.compute_dtype) for _ in range(3))
+    def product(self, side: int, dtype: torch.dtype | None = None) -> Callable[[], object]:
+        """One square product, in dmuon's dtype if no other is given."""
+        dtype = dtype or self.compute_dtype
+        a, b, out = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(3))
         return lambda: torch.mm(a, b, out=out)
 
     def best_product(self, seconds: float) -> tuple[int, float]:
@@ -109,6 +112,12 @@ class Contest:
         rates = {side: 2 * side**3 / time_of(self.product(side), seconds, self.device) for side in self.sides}
         best = max(rates, key=lambda side: rates[side])
         return best, rates[best]
+
+    def torch_takes(self, rows: int, cols: int) -> float:
+        """About how many seconds a call of torch's kernel takes."""
+        side = min(self.sides)
+        seconds = time_of(self.product(side, torch.bfloat16), 0.0, self.device)
+        return seconds * operation_count(rows, cols, algorithm="direct") / (2 * side**3)
 
     def error(self, rows: int, cols: int) -> float:
         """Largest difference from the direct form in float64."""
@@ -122,7 +131,7 @@ class Contest:
         return (self.dmuon(matrix).double() - exact).abs().max().item()
 
     def measure(self, rows: int, cols: int, side: int, rounds: int, seconds: float) -> dict[str, list[float]]:
-        """Seconds of each contestant: [rounds]."""
+        """Seconds of each contestant that takes part: [rounds]."""
         matrix = torch.randn(rows, cols, device=self.device)
         contestants: dict[str, tuple[Callable[[], object], float]] = {
             "dmuon": (lambda: self.dmuon(matrix), 1.0),
@@ -130,6 +139,8 @@ class Contest:
             "same": (lambda: self.same_arithmetic(matrix), 1.0),
             "products": (self.product(side), operation_count(rows, cols) / (2 * side**3)),
         }
+        if self.torch_takes(rows, cols) > LONGEST_CALL:
+            del contestants["torch"]
         functions = [function for function, _ in contestants.values()]
         readings = in_rounds(functions, rounds, seconds, self.device)
         return {
@@ -155,7 +166,10 @@ class Contest:
         for rows, cols in shapes:
             times = self.measure(rows, cols, side, rounds, seconds)
             ours = times["dmuon"]
-            ratios = [spread(by_round(times[name], ours), 2) for name in ("torch", "same", "products")]
+            ratios = [
+                spread(by_round(times[name], ours), 2) if name in times else "-"
+                for name in ("torch", "same", "products")
+            ]
             cells = [
                 f"{rows}x{cols}",
                 spread([1e3 * seconds for seconds in ours], 2),

@@ -20,6 +20,7 @@ What is left out is what FSDP2 itself cannot do, so that no run of dmuon could b
 from __future__ import annotations
 
 import random
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 Sizes = dict[str, int]
@@ -410,7 +411,7 @@ def loop_of(seed: int) -> Loop:
     return Generator(seed).loop()
 
 
-def by_layout(seeds: range) -> list[tuple[int, list[int]]]:
+def by_layout(seeds: Iterable[int]) -> list[tuple[int, list[int]]]:
     """World sizes and seeds, together those whose loops start on the same layout."""
     groups: dict[str, tuple[int, list[int]]] = {}
     for loop in map(loop_of, seeds):

@@ -22,10 +22,13 @@ from loops import (
 )
 from ranks import Ranks
 
-SEEDS = range(200)  # `make soak` goes on
+# Of each layout the first seeds, fewer of them where a loop takes longer. `make soak` goes on.
+COUNTS = {1: 15, 2: 26, 4: 11}
+CHOSEN = [(size, seeds[: COUNTS[size]]) for size, seeds in by_layout(range(500))]
+SEEDS = [seed for _, seeds in CHOSEN for seed in seeds]
 BATCHES = [
     pytest.param(size, seeds, id="-".join(f"{dim}{n}" for dim, n in loop_of(seeds[0]).sizes.items()))
-    for size, seeds in by_layout(SEEDS)
+    for size, seeds in CHOSEN
 ]
 
 
@@ -41,7 +44,8 @@ def test_a_seed_is_one_loop() -> None:
 
 
 def test_the_loops_have_everything() -> None:
-    """Each layout and each kind of action."""
+    """There are 200, with each layout and each kind of action."""
+    assert len(SEEDS) == len(set(SEEDS)) == 200
     loops = [loop_of(seed) for seed in SEEDS]
     assert {str(loop.sizes) for loop in loops} == {str(s) for sizes in LAYOUTS.values() for s in sizes}
     actions = [action for loop in loops for action in loop.actions]

@@ -85,7 +85,7 @@ class Pipeline(Generic[T]):
         the waiting, to their ends."""
         if self._side is None:
             self._advance(Operation.is_ready)
-        else:
+        elif any(self._queues):
             with self._side.ahead():
                 self._advance(lambda operation: True)
 
