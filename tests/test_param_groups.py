@@ -461,6 +461,22 @@ def test_parameters_that_were_collected_too_early(ranks):
         assert "name" in message
 
 
+def added_too_late(sizes: Sizes) -> str:
+    """A parameter that the model did not have when the optimizer was built: nothing averages its gradient."""
+    model = InnerProducts([torch.eye(4)] * 4)
+    mesh = dedicate_on(model, sizes, predicate=is_no_base)
+    shard(model, mesh)
+    optimizer = dmuon.Muon(model)
+    model.adapter = nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="not one of the model's parameters") as error:
+        optimizer.add_param_group({"params": ["adapter"]})
+    return str(error.value)
+
+
+def test_a_parameter_that_came_after_the_optimizer_is_refused(ranks):
+    assert "shape (2,)" in agreed(ranks, DP2, added_too_late)
+
+
 def settings_spoiled_later(sizes: Sizes) -> list[str]:
     """A setting that becomes nonsense between steps is refused by the next step, which changes nothing."""
     trained = Identities(sizes)

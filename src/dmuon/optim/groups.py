@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 import torch
@@ -19,10 +19,13 @@ from .newton_schulz import resolve_coefficients
 from .update import check_rule
 
 
-def find_parameters(group: Mapping[str, Any], model: nn.Module, inner: nn.Module) -> dict[str, Any]:
+def find_parameters(
+    group: Mapping[str, Any], model: nn.Module, inner: nn.Module, known: Container[int]
+) -> dict[str, Any]:
     """The group with its parameters looked up, which may be given by name.
 
     model: as the optimizer was given it; inner: the same, or the dedicated model inside that wrapper.
+    known: ids of the parameters that it had then, and that have been checked.
 
     Raises:
         ValueError: for a group without `params`, and for parameters that are not the model's.
@@ -31,7 +34,6 @@ def find_parameters(group: Mapping[str, Any], model: nn.Module, inner: nn.Module
         raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
     by_name = dict(model.named_parameters()) | dict(inner.named_parameters())
     by_name |= {clean_name(name): param for name, param in by_name.items()}
-    known = {id(param) for param in by_name.values()}
     given = group["params"]
     given = [given] if isinstance(given, (torch.Tensor, str)) else list(given)
     params = []

@@ -195,7 +195,7 @@ class Muon(Optimizer):
 
     def _resolve(self, group: Mapping[str, Any]) -> dict[str, Any]:
         """A group whose `params` are parameters of the model; they may be given by name."""
-        return find_parameters(group, self._model, self._runtime.model)
+        return find_parameters(group, self._model, self._runtime.model, self._names)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are all dedicated or all base, and decide its algorithm.
