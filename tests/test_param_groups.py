@@ -461,6 +461,37 @@ def test_parameters_that_were_collected_too_early(ranks):
         assert "name" in message
 
 
+def cycled(sizes: Sizes, name: str) -> list[dict[str, float]]:
+    """torch's schedulers that turn the momentum as well, with their own defaults; and a resumed one."""
+    model = InnerProducts([torch.eye(4)] * 4)
+    mesh = dedicate_on(model, sizes, predicate=is_no_base)
+    shard(model, mesh)
+    optimizer = dmuon.Muon(model)
+    if name == "OneCycleLR":
+        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [0.02, 0.001], total_steps=6)
+    else:
+        scheduler = torch.optim.lr_scheduler.CyclicLR(optimizer, [0.002, 0.0001], [0.02, 0.001], 3)
+    seen = []
+    for _ in range(3):
+        model([torch.eye(4)] * 4).backward()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+        seen.append({key: optimizer.param_groups[0][key] for key in ("lr", "momentum")})
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert [group["algorithm"] for group in optimizer.param_groups] == ["muon", "adamw"]
+    assert optimizer.param_groups[1]["betas"] == (0.9, 0.95)
+    return seen
+
+
+@pytest.mark.parametrize("name", ["OneCycleLR", "CyclicLR"])
+def test_schedulers_may_turn_the_momentum(ranks, name):
+    seen = agreed(ranks, DP2, cycled, name)
+    assert len({setting["momentum"] for setting in seen}) == 3
+    assert all(0.8 <= setting["momentum"] <= 0.95 for setting in seen)
+    assert len({setting["lr"] for setting in seen}) == 3
+
+
 def added_too_late(sizes: Sizes) -> str:
     """A parameter that the model did not have when the optimizer was built: nothing averages its gradient."""
     model = InnerProducts([torch.eye(4)] * 4)

@@ -391,8 +391,6 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
     if not isinstance(param, DTensor):
         return None
     mesh = param.device_mesh
-    if mesh == layout.mesh:
-        return None  # cut over the data-parallel dims alone: it stands for the whole tensor
     if mesh.mesh_dim_names is None or layout.mesh.mesh_dim_names is None:
         which = "its" if mesh.mesh_dim_names is None else "the data-parallel"
         raise ValueError(
@@ -400,6 +398,8 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
             "cannot be told from data-parallel ones. Name the dims of the root mesh: init_device_mesh(..., "
             'mesh_dim_names=("dp", "tp")).'
         )
+    if mesh == layout.mesh:
+        return None  # cut over the data-parallel dims alone: it stands for the whole tensor
     shared = set(mesh.mesh_dim_names) & set(layout.mesh.mesh_dim_names)
     if shared:
         raise ValueError(

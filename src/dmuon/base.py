@@ -140,6 +140,26 @@ def drop_unreduced_gradients(model: nn.Module) -> None:
                     unsharded.grad = None
 
 
+def forget_backward(model: nn.Module) -> None:
+    """Bring FSDP2 to where it stands between iterations, after a backward that raised.
+
+    It gets there by itself only at the end of a backward: else it would never again reduce gradients of
+    modules whose inputs want none, such as an embedding. Gradients that it has not reduced are dropped.
+    """
+    drop_unreduced_gradients(model)
+    for module in sharded_modules(model).values():
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        for part in (state, *_param_groups(module)):
+            part._training_state = type(part._training_state).IDLE
+        for group in _param_groups(module):
+            group.finalize_backward()
+        getattr(state, "_modules_to_run_forward", set()).clear()
+        state._state_ctx.iter_forward_root = None
+        state._state_ctx.post_backward_final_callback_queued = False
+        state._comm_ctx.post_forward_order.clear()
+    reshard(model)
+
+
 def reshard(model: nn.Module) -> None:
     """Bring base parameters back to their sharded form, such as after an evaluation without gradients."""
     for module in sharded_modules(model).values():

@@ -1,4 +1,4 @@
-"""Where the modules stand at whose forward a group is gathered, and whether `fully_shard` agrees with us."""
+"""The modules at whose forward a group is gathered; whether model and `fully_shard` still agree with us."""
 
 from __future__ import annotations
 
@@ -39,6 +39,27 @@ def hook_boundaries(
     else:
         chosen = base.sharded_modules(model) or base.block_modules(model)
     return {name: module for name, module in modules.items() if name in chosen or name == ""}
+
+
+def check_present(model: nn.Module, params: Iterable[DedicatedParam], *, may_be_removed: bool) -> None:
+    """Refuse a model in which a module of ours has been replaced: what came instead would not be trained.
+
+    may_be_removed: as long as nothing is in its place.
+
+    Raises:
+        RuntimeError: with the parameter's name.
+    """
+    modules = dict(model.named_modules())
+    present = set(modules.values())
+    for param in params:
+        if param.module in present:
+            continue
+        if not may_be_removed or param.param_name.rpartition(".")[0] in modules:
+            raise RuntimeError(
+                f"{param.param_name} is a dedicated parameter, but its module is no longer a part of the "
+                "model. Replace modules before dmuon.dedicate_params; afterwards change weights in place "
+                "(under torch.no_grad())."
+            )
 
 
 def check_sharding(model: nn.Module, layout: DataParallelLayout, params: Iterable[DedicatedParam]) -> None:

@@ -457,6 +457,10 @@ def _hand_over(
     """Add averaged gradients to those of the resting parameters; `whole` has those that this rank owns."""
     for param, count in zip(params, counts, strict=True):
         param.add_gradient(whole.get(param), count)
+    for param in params:
+        # As FSDP2 does for its own; autograd does not know the resting parameter.
+        for hook in (getattr(param.resting, "_post_accumulate_grad_hooks", None) or {}).values():
+            hook(param.resting)
 
 
 def _take_gradient(param: DedicatedParam) -> torch.Tensor | None:

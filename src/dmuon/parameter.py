@@ -214,7 +214,7 @@ class DedicatedParam:
             RuntimeError: if somebody has put another parameter in its place.
         """
         on_module = self.module._parameters.get(self.attribute)
-        if on_module is not self.resting and on_module is not self.gathered:
+        if on_module is None or (on_module is not self.resting and on_module is not self.gathered):
             raise RuntimeError(
                 f"{self.param_name} is a dedicated parameter, but another parameter has been put in its "
                 "place. Call fully_shard between dmuon.dedicate_params and dmuon.Muon, load state_dicts "

@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch.autograd import Variable
 
 from . import base
-from .boundaries import check_sharding, hook_boundaries, module_paths
+from .boundaries import check_present, check_sharding, hook_boundaries, module_paths
 from .bucket import HandOver, Precision, Update
 from .channels import Channels, ProcessGroups
 from .comm import Traffic
@@ -126,6 +126,8 @@ class Runtime:
         for module in {param.module for param in self.params}:
             base.unhide(module)
         self.check()
+        # Before FSDP2's own hooks, which go by what a backward that raised has left.
+        self.model.register_forward_pre_hook(untraced(lambda module, args: self._recover()), prepend=True)
         boundaries = hook_boundaries(self.model, self.options.hook_boundary)
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
         paths = module_paths(self.model)
@@ -164,6 +166,7 @@ class Runtime:
             ValueError: if `fully_shard` averages gradients over other ranks, offloads to the CPU, or is used
                 together with DDP.
         """
+        check_present(self.model, self.params, may_be_removed=False)
         for param in self.params:
             param.refresh()
         check_sharding(self.model, self.layout, self.params)
@@ -427,7 +430,7 @@ class Runtime:
             return
         logger.warning(
             "the last backward did not finish; its gradients of dedicated parameters are dropped, and those "
-            "that earlier ones have left unreduced"
+            "that earlier ones have left unreduced. Call optimizer.zero_grad() to drop the others, too"
         )
         # To the end, not just to the stage they are in: which one that is differs between ranks.
         with contextlib.suppress(RuntimeError):
@@ -436,12 +439,14 @@ class Runtime:
             group.abort()
         if self.replicas is not None:
             self.replicas.reset()
+        base.forget_backward(self.model)
         self._reset()
 
     # After the step
 
     def drop_unreduced_gradients(self) -> None:
-        """Forget what backwards without reduction have accumulated, of dedicated and base parameters."""
+        """Forget what backwards without reduction, or without an end, have left; of base parameters, too."""
+        self._recover()
         if any(group.unreduced for group in self.groups):
             base.drop_unreduced_gradients(self.model)
             for group in self.groups:
@@ -495,8 +500,14 @@ def find_runtime(model: nn.Module) -> Runtime:
     """The runtime of a model, or of the model inside a wrapper.
 
     Raises:
+        TypeError: for what is no module.
         ValueError: if no module in it has been through `dedicate_params`, or several have.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"the model itself is wanted, a torch.nn.Module, not a {type(model).__name__}; parameters with "
+            "settings of their own go into param_groups"
+        )
     found = [m.__dict__[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in m.__dict__]
     if not found:
         raise ValueError(

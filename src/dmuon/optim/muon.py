@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from .. import base, checkpoint
+from ..boundaries import check_present
 from ..bucket import Update
 from ..inspect import summary
 from ..parameter import DedicatedParam, with_gradients
@@ -169,6 +170,8 @@ class Muon(Optimizer):
             check_triples(resolve_coefficients(ns_coefficients, ns_steps))
         check_averaged(model, self._runtime)
         super().__init__(self._complete_groups(param_groups or ()), {})
+        # What torch's schedulers ask for (OneCycleLR, CyclicLR), no more: groups have defaults of their own.
+        self.defaults = {"momentum": momentum}
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
         self._runtime.seal()
         self._runtime.keep_in_pieces(partial(chooses, gram_policy))
@@ -224,6 +227,8 @@ class Muon(Optimizer):
         if is_muon:
             check_available(self.ns_backend, self._compute_dtype(group), self._runtime.layout.device)
         super().add_param_group(group)
+        if not is_muon:
+            self.param_groups[-1].pop("momentum", None)
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
         return self._runtime.record_of(param)
@@ -265,6 +270,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        check_present(self._runtime.model, self._runtime.params, may_be_removed=True)
         self._verify_parameters()
         self._runtime.wait_published()  # of an earlier step: it may have to read momentum still
         self._runtime.publish(self._owners_update())
