@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import torch.nn as nn
 
 from . import base
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
-
-
-def module_paths(model: nn.Module) -> dict[nn.Module, str]:
-    """Where each module stands now: wrappers may have come in between since `dedicate_params`."""
-    return {module: name for name, module in model.named_modules()}
 
 
 def hook_boundaries(
@@ -39,6 +34,23 @@ def hook_boundaries(
     else:
         chosen = base.sharded_modules(model) or base.block_modules(model)
     return {name: module for name, module in modules.items() if name in chosen or name == ""}
+
+
+def homes(model: nn.Module, boundaries: Mapping[str, nn.Module]) -> dict[nn.Module, str]:
+    """For each module the innermost boundary that contains it, in all its places if several modules share it.
+
+    boundaries: by name, with the root.
+    """
+    paths = dict(model.named_modules(remove_duplicate=False))
+    names = {module: name for name, module in boundaries.items()}
+    around: dict[str, tuple[str, ...]] = {}  # by path: the boundaries that contain it, the root first
+    common: dict[nn.Module, tuple[str, ...]] = {}
+    for path, module in paths.items():  # parents before their children
+        outer = around[path.rpartition(".")[0]] if path else ()
+        around[path] = (*outer, names[module]) if module in names else outer
+        known = common.get(module, around[path])
+        common[module] = tuple(name for name in known if name in around[path])
+    return {module: containing[-1] for module, containing in common.items()}
 
 
 def check_present(model: nn.Module, params: Iterable[DedicatedParam], *, may_be_removed: bool) -> None:
@@ -72,7 +84,7 @@ def check_sharding(model: nn.Module, layout: DataParallelLayout, params: Iterabl
     ours = layout.mesh.mesh.flatten().tolist()
     fitting = {layout.mesh}
     sharded = base.sharded_modules(model)
-    paths = module_paths(model)
+    paths = {module: name for name, module in model.named_modules()}  # as wrappers may have changed them
     offloaded = [name for name, module in sharded.items() if base.offloads_to_cpu(module)]
     if offloaded:
         raise ValueError(

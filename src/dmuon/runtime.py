@@ -26,7 +26,7 @@ import torch.nn as nn
 from torch.autograd import Variable
 
 from . import base
-from .boundaries import check_present, check_sharding, hook_boundaries, module_paths
+from .boundaries import check_present, check_sharding, homes, hook_boundaries
 from .bucket import HandOver, Precision, Update
 from .channels import Channels, ProcessGroups
 from .comm import Traffic
@@ -130,9 +130,9 @@ class Runtime:
         self.model.register_forward_pre_hook(untraced(lambda module, args: self._recover()), prepend=True)
         boundaries = hook_boundaries(self.model, self.options.hook_boundary)
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
-        paths = module_paths(self.model)
+        home = homes(self.model, boundaries)
         for param in self.params:
-            members[base.enclosing(paths[param.module], boundaries) or ""].append(param)
+            members[home[param.module]].append(param)
         channels = Channels(
             self.layout,
             self.params,
