@@ -3,8 +3,10 @@
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
 
-from layouts import LAYOUTS, Model, Sizes, build, loss_of
+import dmuon
+from layouts import LAYOUTS, Model, Sizes, build, dedicate, loss_of, make_mesh
 from models import assert_weights_close, backward_both, step_both, with_oracle
 
 
@@ -44,3 +46,44 @@ def train(sizes: Sizes, reshard: bool, layer: int, zero_by_model: bool) -> None:
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_the_next_iteration_is_right(ranks, sizes, layer, zero_by_model):
     ranks(4, train, sizes, layer == 0, layer, zero_by_model)
+
+
+class Halves(nn.Module):
+    """Two models in one, each wrapped by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.halves = nn.ModuleList([Model(depth=1), Model(depth=1)])
+
+    def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+        out = self.halves[0](x)
+        return out + self.halves[1](x) if both else out
+
+
+def one_half_first(both: bool, seed: int, model: nn.Module) -> torch.Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
+    return model(x, both).square().mean()
+
+
+def half_has_never_run(sizes: Sizes) -> None:
+    torch.manual_seed(0)
+    model = Halves()
+    oracle, reference = with_oracle(model)
+    mesh = make_mesh(sizes)
+    dedicate(model, mesh)
+    for half in model.halves:
+        fully_shard(half, mesh=mesh["dp"])
+    optimizer = dmuon.Muon(model)
+    for step, both in enumerate([False, True]):
+        hook = model.halves[0].layers[0].register_forward_hook(break_backward)
+        with pytest.raises(Boom):
+            one_half_first(both, 99, model).backward()
+        hook.remove()
+        optimizer.zero_grad()
+        backward_both(model, oracle, step, lambda m, seed: one_half_first(True, seed, m))
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+def test_half_of_the_model_has_never_run(ranks):
+    ranks(4, half_has_never_run, {"dp": 4})

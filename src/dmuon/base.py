@@ -149,6 +149,8 @@ def forget_backward(model: nn.Module) -> None:
     drop_unreduced_gradients(model)
     for module in sharded_modules(model).values():
         state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        if state._is_root is None:
+            continue  # it has never run, and has nothing to forget yet
         for part in (state, *_param_groups(module)):
             part._training_state = type(part._training_state).IDLE
         for group in _param_groups(module):
