@@ -101,23 +101,15 @@ class Contest:
             x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
         return x
 
-    def product(self, side: int, dtype: torch.dtype | None = None) -> Callable[[], object]:
-        """One square product, in dmuon's dtype if no other is given."""
-        dtype = dtype or self.compute_dtype
-        a, b, out = (torch.randn(side, side, device=self.device).to(dtype) for _ in range(3))
-        return lambda: torch.mm(a, b, out=out)
-
     def best_product(self, seconds: float) -> tuple[int, float]:
         """The side of square products that run at the highest rate, and their operations per second."""
-        rates = {side: 2 * side**3 / time_of(self.product(side), seconds, self.device) for side in self.sides}
+        rates = {side: rate(self.compute_dtype, self.device, side, seconds) for side in self.sides}
         best = max(rates, key=lambda side: rates[side])
         return best, rates[best]
 
     def torch_takes(self, rows: int, cols: int) -> float:
         """About how many seconds a call of torch's kernel takes."""
-        side = min(self.sides)
-        seconds = time_of(self.product(side, torch.bfloat16), 0.0, self.device)
-        return seconds * operation_count(rows, cols, algorithm="direct") / (2 * side**3)
+        return operation_count(rows, cols, algorithm="direct") / rate(torch.bfloat16, self.device)
 
     def error(self, rows: int, cols: int) -> float:
         """Largest difference from the direct form in float64."""
@@ -137,7 +129,10 @@ class Contest:
             "dmuon": (lambda: self.dmuon(matrix), 1.0),
             "torch": (lambda: _zeropower_via_newtonschulz(matrix, QUINTIC, 5, 1e-7), 1.0),
             "same": (lambda: self.same_arithmetic(matrix), 1.0),
-            "products": (self.product(side), operation_count(rows, cols) / (2 * side**3)),
+            "products": (
+                product(side, self.compute_dtype, self.device),
+                operation_count(rows, cols) / (2 * side**3),
+            ),
         }
         if self.torch_takes(rows, cols) > LONGEST_CALL:
             del contestants["torch"]
@@ -189,6 +184,17 @@ def in_rounds(
             place = (number + turn) % len(functions)
             times[place].append(time_of(functions[place], seconds, device))
     return times
+
+
+def product(side: int, dtype: torch.dtype, device: torch.device) -> Callable[[], object]:
+    """One square product."""
+    a, b, out = (torch.randn(side, side, device=device).to(dtype) for _ in range(3))
+    return lambda: torch.mm(a, b, out=out)
+
+
+def rate(dtype: torch.dtype, device: torch.device, side: int = 256, seconds: float = 0.0) -> float:
+    """Operations per second of square products."""
+    return 2 * side**3 / time_of(product(side, dtype, device), seconds, device)
 
 
 def time_of(function: Callable[[], object], seconds: float, device: torch.device) -> float:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import time
-
 import torch
 import torch.distributed as dist
 
 from dmuon.optim.newton_schulz import operation_count
 from model import Task
+from newton_schulz import rate
 from peer import Peer
 from settings import NS_STEPS, matrices_and_others
 
 LONGEST_STEP = 2.0  # seconds of Newton-Schulz
-SIDE = 256  # of the products that are timed
 
 
 def too_slow(peer: Peer, task: Task) -> str:
@@ -28,7 +26,7 @@ def too_slow(peer: Peer, task: Task) -> str:
     operations = sum(
         operation_count(*matrix.shape, steps=NS_STEPS, algorithm="direct") for matrix in matrices
     )
-    seconds = operations / dist.get_world_size() / rate(peer.dtype)
+    seconds = operations / dist.get_world_size() / rate(peer.dtype, torch.device("cpu"))
     if seconds <= LONGEST_STEP:
         return ""
     dtype = str(peer.dtype).removeprefix("torch.")
@@ -36,14 +34,3 @@ def too_slow(peer: Peer, task: Task) -> str:
         f"its Newton-Schulz is in {dtype} and would take more than {LONGEST_STEP:.0f} s a step, where this "
         f"processor has no instructions for {dtype}; --only {peer.file} runs it all the same"
     )
-
-
-def rate(dtype: torch.dtype) -> float:
-    """Operations per second of a square product on this rank."""
-    matrix = torch.ones(SIDE, SIDE, dtype=dtype)
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        torch.mm(matrix, matrix)
-        times.append(time.perf_counter() - begin)
-    return 2 * SIDE**3 / min(times)

@@ -232,7 +232,7 @@ def test_without_instructions_for_its_dtype_a_peer_stays_out(
     bench: Any, monkeypatch: pytest.MonkeyPatch, speed: float, left_out: bool
 ) -> None:
     pace, peers, model = bench("pace"), bench("peer").find_peers([]), bench("model")
-    monkeypatch.setattr(pace, "rate", lambda dtype: speed)
+    monkeypatch.setattr(pace, "rate", lambda dtype, device: speed)
     monkeypatch.setattr(dist, "get_world_size", lambda: 4)
     task = model.Task(bench("gpt").GPTConfig(32, 32, 2, 2, 16), 32, 0)
     reasons = {peer.file: pace.too_slow(peer, task) for peer in peers}
@@ -244,7 +244,7 @@ def test_without_instructions_for_its_dtype_a_peer_stays_out(
 
 
 def test_rates_are_measured(bench: Any) -> None:
-    assert bench("pace").rate(torch.float32) > 1e6
+    assert bench("pace").rate(torch.float32, torch.device("cpu")) > 1e6
 
 
 # The command

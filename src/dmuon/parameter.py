@@ -306,7 +306,7 @@ class DedicatedParam:
         if self.resting.grad is None:
             self.resting.grad = gradient
         else:
-            known = getattr(self.resting.grad, "_dmuon_count", None)
+            known = self.gradient_count
             count = None if known is None or count is None else known + count
             self._keep_gradient_as_ours()
             # Both lie alike: on the local parts, without what DTensor does for an operation.
@@ -355,9 +355,9 @@ class DedicatedParam:
 
     @property
     def gradient_count(self) -> torch.Tensor | None:
-        """In the owner row, of a gradient: the number of ranks that had one; None if it is known not to be 0.
+        """In the owner row, of a gradient: one element, the number of ranks that had one.
 
-        It is, unless this rank itself had none in one of the backwards that contributed.
+        None if it is known not to be 0, because this rank itself had one in some backward.
         """
         return getattr(self.resting.grad, "_dmuon_count", None)
 

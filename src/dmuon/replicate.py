@@ -181,9 +181,8 @@ class Replicas:
         for params, packed, pending in self._flights:
             pending.wait()
             packed.average()
-            had = (
-                packed.had if all(packed.had) else (packed.counts > 0).tolist()
-            )  # a host sync: only if needed
+            # A host sync only if this rank had none of something.
+            had = packed.had if all(packed.had) else (packed.counts > 0).tolist()
             for param, view, any_had in zip(params, packed.views, had, strict=True):
                 if any_had:
                     _add_gradient(param, view)

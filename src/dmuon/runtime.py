@@ -126,8 +126,6 @@ class Runtime:
         for module in {param.module for param in self.params}:
             base.unhide(module)
         self.check()
-        # Before FSDP2's own hooks, which go by what a backward that raised has left.
-        self.model.register_forward_pre_hook(untraced(lambda module, args: self._recover()), prepend=True)
         boundaries = hook_boundaries(self.model, self.options.hook_boundary)
         members: dict[str, list[DedicatedParam]] = {name: [] for name in boundaries}
         home = homes(self.model, boundaries)
@@ -151,6 +149,8 @@ class Runtime:
                 group = self._add_group(name, boundaries[name], params, channels, sharded)
                 around = base.enclosing(name, scheduled)
                 self._scheduled_by[group] = scheduled[around] if around is not None else None
+        # Before FSDP2's own hooks, which go by what a backward that raised has left.
+        self.model.register_forward_pre_hook(untraced(lambda module, args: self._recover()), prepend=True)
         self._next_group = dict(zip(self.groups, self.groups[1:], strict=False))
         self._group_before = dict(zip(self.groups[1:], self.groups, strict=False))
         if self.replicas is not None:

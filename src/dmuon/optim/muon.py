@@ -98,6 +98,7 @@ class Muon(Optimizer):
             "triton", or "auto" for the fastest on the device; see `dmuon.optim.products`.
 
     Raises:
+        TypeError: for a `model` that is no module.
         ValueError: for settings out of range, by name; for a model without dedicated parameters; for
             parameters that are not the model's; for base parameters that nothing keeps equal across ranks;
             for a `fully_shard` over other ranks than the dedicated parameters'.
@@ -225,9 +226,10 @@ class Muon(Optimizer):
         group = {**defaults, **group, "algorithm": "muon" if is_muon else "adamw"}
         (check_muon if is_muon else check_adamw)(group)
         if is_muon:
-            check_available(self.ns_backend, self._compute_dtype(group), self._runtime.layout.device)
+            dtype = self._compute_dtype(self._settings(group))
+            check_available(self.ns_backend, dtype, self._runtime.layout.device)
         super().add_param_group(group)
-        if not is_muon:
+        if not is_muon:  # torch fills in from `defaults`
             self.param_groups[-1].pop("momentum", None)
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
@@ -235,7 +237,7 @@ class Muon(Optimizer):
 
     def _orthogonalization(self) -> str:
         """For `summary`."""
-        dtype = self._compute_dtype(self._muon_defaults)
+        dtype = self._compute_dtype(self._settings(self._muon_defaults))
         backend = backend_name(self.ns_backend, dtype, self._runtime.layout.device)
         return f"in {str(dtype).removeprefix('torch.')}, symmetric products: {backend}"
 
@@ -298,32 +300,34 @@ class Muon(Optimizer):
         """Phase 1. Returns what remains to be done to whom; the same parameters on all ranks."""
         updates: dict[DedicatedParam, Update] = {}
         scratch = Scratch(reuse=True)  # for this step: buffers serve one batch of matrices after the other
-        for group in self.param_groups:
-            if group["algorithm"] != "muon":
-                continue
+        groups = [(g, self._to_update(g)) for g in self.param_groups if g["algorithm"] == "muon"]
+        here = with_gradients(param for _, params in groups for param in params)
+        for group, params in groups:
             rule, settings = check_rule(group), self._settings(group)
             mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
-            records = (self._record(resting) for resting in group["params"] if resting.grad is not None)
-            params = [param for param in records if param is not None]
-            here = with_gradients(params)
             for param in params:
                 updates[param] = self._begin_update(param, rule, settings, mine, has_gradient=param in here)
                 param.mark_updated()
-            dtype, device = self._compute_dtype(group), self._runtime.layout.device
+            dtype, device = self._compute_dtype(settings), self._runtime.layout.device
             for ((rows, cols), _), matrices in mine.items():
                 count = matrices_at_once(rows, cols, dtype, device)
                 for first in range(0, len(matrices), count):
                     updates |= self._orthogonalize(matrices[first : first + count], rule, settings, scratch)
         return updates
 
+    def _to_update(self, group: Mapping[str, Any]) -> list[DedicatedParam]:
+        """The dedicated parameters of a group that have a gradient; the same on all ranks."""
+        records = (self._record(resting) for resting in group["params"] if resting.grad is not None)
+        return [param for param in records if param is not None]
+
     def _settings(self, group: Mapping[str, Any]) -> Settings:
         """How the matrices of a group are orthogonalized."""
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         return Settings(triples, group["ns_dtype"], group["ns_algorithm"], self.ns_backend)
 
-    def _compute_dtype(self, group: Mapping[str, Any]) -> torch.dtype:
-        """Of a group's Newton-Schulz."""
-        return self._settings(group).compute_dtype(self.momentum_dtype, self._runtime.layout.device)
+    def _compute_dtype(self, settings: Settings) -> torch.dtype:
+        """Of Newton-Schulz with these settings."""
+        return settings.compute_dtype(self.momentum_dtype, self._runtime.layout.device)
 
     def _begin_update(
         self,
