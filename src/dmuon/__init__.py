@@ -15,7 +15,6 @@ from .api import (
     replicate,
     replicate_tp,
 )
-from .assignment import SMALL_PARAM_THRESHOLD
 from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
@@ -32,7 +31,6 @@ from .state_dict import (
 __version__ = "0.1.0"
 
 __all__ = [
-    "SMALL_PARAM_THRESHOLD",
     "GradScaler",
     "Muon",
     "clip_grad_norm_",

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .assignment import imbalance, loads
-from .ownership import matrices_of
+from .ownership import imbalance, loads_of, matrices_of
 from .parameter import DedicatedParam
 from .runtime import find_runtime
 from .selection import clean_name
@@ -96,7 +95,7 @@ def _balance(params: list[DedicatedParam], totals: dict[str, int]) -> list[str]:
     layout = params[0].layout
     matrices = matrices_of([(p.full_shape[0], p.full_shape[1]) for p in params], [None] * len(params))
     slots = [layout.slot_of(param.coordinate) for param in params]
-    by_owner = loads(matrices, slots, layout.size)
+    by_owner = loads_of(matrices, slots, layout.size)
     owners = sum(load > 0 for load in by_owner)
     of_bound = imbalance(matrices, slots, layout.size)
     return [

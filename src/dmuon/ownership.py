@@ -1,19 +1,50 @@
-"""The owners of all matrices of a model, from shapes alone.
+"""Who owns each matrix: shapes in, slots out.
 
-`dedicate_params` calls it at run time and the planner without a model or a process group, so that what is
-planned is what will run.
+A *slot* is one place that can own matrices: a coordinate of the data-parallel mesh, as a number. Its load is
+the sum of its matrices' costs, in operations of Newton-Schulz. A step is over when the busiest slot is done.
+
+The rule is longest processing time first (LPT: Graham, "Bounds on multiprocessing timing anomalies", SIAM J.
+Appl. Math. 17, 1969). The most expensive matrix goes to the least loaded slot, then the next one, and so on.
+Of equally loaded slots it is one that already owns a matrix of the same group, which saves the group a buffer
+and a collective; else, or of several such, the lowest. Matrices of equal cost go in module order. If no slot
+has anything to begin with, the busiest gets at most 4/3 - 1/(3 slots) times the least possible load.
+
+Costs are exact integers, and nothing but the arguments decides: all ranks find the same owners without a word
+to each other. The planner calls the same functions as `dedicate_params`: what is planned is what will run.
+
+Rejected:
+
+* An integer linear program. It needs a solver, its time has no useful bound, and solvers may differ in which
+  of several optima they return.
+* Round robin. It counts matrices, not work: if the slots are a multiple of the matrices per layer, some slots
+  get nothing but the largest shape.
+* Balancing elements. A square matrix takes more operations per element than a long one of that short side.
+* Names to break ties. A wrapper changes them; cost and position it does not.
+* Refinements: exchanges between slots after LPT, a second start by bin packing, bundles of a group's small
+  matrices. On the planner's fourteen models with fourteen numbers of slots each, from 2 to 1,024, they took
+  more than 1 % off the busiest load in 11 of 196 cases, at most 6.5 % (gpt2 on 16), and added to it in 5. On
+  gpt2 with 8 slots they reached 1.006 of the lower bound instead of 1.041. They took 640 lines, not 180.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
+from heapq import heappush, heapreplace
+from itertools import accumulate
+from typing import NamedTuple
 
 import torch.nn as nn
 
-from .assignment import Matrix, assign
-from .base import block_modules, enclosing
 from .optim.newton_schulz import operation_count
-from .selection import Candidate
+from .selection import Candidate, block_modules, enclosing
+
+
+class Matrix(NamedTuple):
+    """What the assignment needs to know of one matrix."""
+
+    cost: int  # operations of its orthogonalization, not negative
+    group: int  # matrices with the same number are gathered together
 
 
 def blocks_of(model: nn.Module, chosen: Sequence[Candidate]) -> list[str | None]:
@@ -28,44 +59,119 @@ def blocks_of(model: nn.Module, chosen: Sequence[Candidate]) -> list[str | None]
 
 
 def matrices_of(shapes: Sequence[tuple[int, int]], blocks: Sequence[Hashable]) -> list[Matrix]:
-    """What the assignment needs to know of each matrix.
+    """The matrices as the assignment sees them.
 
     Args:
         shapes: rows and columns of the whole matrices, in module order.
-        blocks: for each matrix the repeated block of the model that it is in; matrices of one block belong
-            together. Where FSDP2 will put its boundaries is not known yet.
+        blocks: for each matrix the repeated block of the model that it is in; those of one block are a group.
+            Where FSDP2 will put its boundaries is not known yet.
     """
     numbers: dict[Hashable, int] = {}
     return [
-        Matrix(operation_count(rows, cols), rows * cols, numbers.setdefault(block, len(numbers)))
+        Matrix(operation_count(rows, cols), numbers.setdefault(block, len(numbers)))
         for (rows, cols), block in zip(shapes, blocks, strict=True)
     ]
 
 
 def choose_owners(
-    matrices: Sequence[Matrix], slots: int, tp_groups: Sequence[tuple[int, ...]]
+    matrices: Sequence[Matrix],
+    slots: int,
+    tp_groups: Sequence[tuple[int, ...]],
+    *,
+    loads: Sequence[int] | None = None,
 ) -> tuple[list[int], list[int]]:
-    """The owner slot of each matrix, and the position of its TP owner among the ranks that hold its pieces.
+    """The owner slot of each matrix, and the position of its TP owner in the group that holds its pieces.
 
-    TP owners are balanced among the matrices of one owner. Nothing is to be gained from a shared TP owner:
-    one exchange carries them all.
+    TP owners are balanced among the matrices of one slot and one TP group, by the same rule.
+
+    Args:
+        matrices, slots, loads: as for :func:`assign`.
+        tp_groups: for each matrix the members of the TP group that holds its pieces; at most one if nothing
+            cuts it, and its position is then 0.
+
+    Raises:
+        ValueError: as :func:`assign`.
+    """
+    owners = assign(matrices, slots, loads=loads)
+    together: dict[tuple[int, tuple[int, ...]], list[int]] = defaultdict(list)
+    for index, (slot, group) in enumerate(zip(owners, tp_groups, strict=True)):
+        if len(group) > 1:
+            together[slot, group].append(index)
+    positions = [0] * len(matrices)
+    for (_, group), indices in together.items():
+        for index, position in zip(indices, assign([matrices[i] for i in indices], len(group)), strict=True):
+            positions[index] = position
+    return owners, positions
+
+
+def assign(matrices: Sequence[Matrix], slots: int, *, loads: Sequence[int] | None = None) -> list[int]:
+    """The slot of each matrix, in `range(slots)`, by LPT.
 
     Args:
         matrices: in module order, the same on every rank.
-        slots: number of data-parallel ranks.
-        tp_groups: for each matrix the ranks that hold its pieces; at most one rank if nothing cuts it.
+        slots: how many owners there can be, at least 1.
+        loads: for each slot the operations that it has to do anyway; None is none.
 
     Raises:
-        ValueError: as :func:`dmuon.assignment.assign`.
+        ValueError: `slots` is below 1, or `loads` has another length.
     """
-    owners = assign(matrices, slots)
-    together: dict[tuple[int, tuple[int, ...]], list[int]] = {}
-    for index, (slot, ranks) in enumerate(zip(owners, tp_groups, strict=True)):
-        if len(ranks) > 1:
-            together.setdefault((slot, ranks), []).append(index)
-    positions = [0] * len(matrices)
-    for (_, ranks), members in together.items():
-        chosen = assign([matrices[i] for i in members], len(ranks), small_threshold=0)
-        for index, position in zip(members, chosen, strict=True):
-            positions[index] = position
-    return owners, positions
+    if slots < 1:
+        raise ValueError(f"slots must be at least 1, got {slots}")
+    now = [0] * slots if loads is None else list(loads)
+    if len(now) != slots:
+        raise ValueError(f"loads must have one number for each of {slots} slots, got {len(now)}")
+    heap = sorted((load, slot) for slot, load in enumerate(now))
+    heap_of: dict[int, list[tuple[int, int]]] = defaultdict(
+        list
+    )  # by group: of the slots that own some of it
+    owners = [0] * len(matrices)
+    for index in sorted(range(len(matrices)), key=lambda i: -matrices[i].cost):  # stable: module order
+        cost, group = matrices[index]
+        load, slot = _least(heap, now)
+        mates = heap_of[group]
+        if mates and _least(mates, now)[0] == load:
+            slot = mates[0][1]
+        else:  # no slot of the group has this load, so this one is not among them yet
+            heappush(mates, (load, slot))
+        now[slot] += cost
+        owners[index] = slot
+    return owners
+
+
+def _least(heap: list[tuple[int, int]], now: Sequence[int]) -> tuple[int, int]:
+    """The least load of the slots in a heap of (load, slot), and the lowest slot that has it.
+
+    A slot is in several heaps, and only the heap that is looked at is brought up to date. Loads only grow, so
+    an outdated entry comes up too early, never too late. It goes back with its load of now; the first entry
+    that is right is therefore the least, exactly. A placement outdates one entry of a heap, at most.
+    """
+    while heap[0][0] != now[heap[0][1]]:
+        slot = heap[0][1]
+        heapreplace(heap, (now[slot], slot))
+    return heap[0]
+
+
+def loads_of(matrices: Sequence[Matrix], owners: Sequence[int], slots: int) -> list[int]:
+    """The operations of each slot's matrices."""
+    loads = [0] * slots
+    for matrix, owner in zip(matrices, owners, strict=True):
+        loads[owner] += matrix.cost
+    return loads
+
+
+def lower_bound(matrices: Sequence[Matrix], slots: int) -> int:
+    """Operations that the busiest slot has at least, whatever the assignment.
+
+    It is the mean, rounded up, or a pigeonhole: of the k * slots + 1 most expensive matrices some slot takes
+    k + 1, at best the cheapest of them. With k = 0 that is the most expensive one.
+    """
+    sums = [0, *accumulate(sorted((matrix.cost for matrix in matrices), reverse=True))]
+    ks = range(-(-len(matrices) // slots))
+    pigeonhole = max((sums[k * slots + 1] - sums[k * (slots - 1)] for k in ks), default=0)
+    return max(-(-sums[-1] // slots), pigeonhole)
+
+
+def imbalance(matrices: Sequence[Matrix], owners: Sequence[int], slots: int) -> float:
+    """The busiest load over :func:`lower_bound`; 1.0 is perfect, and the answer where nothing has a cost."""
+    bound = lower_bound(matrices, slots)
+    return max(loads_of(matrices, owners, slots)) / bound if bound else 1.0

@@ -10,11 +10,10 @@ from functools import cached_property
 
 import torch
 
-from ..assignment import Matrix, imbalance, loads, lower_bound
 from ..optim.distributed_gram import moves_fewer_bytes
 from ..optim.newton_schulz import operation_count
 from ..optim.products import matrices_at_once
-from ..ownership import choose_owners, matrices_of
+from ..ownership import Matrix, choose_owners, imbalance, loads_of, lower_bound, matrices_of
 from . import memory, traffic
 from .cut import DEFAULT, Rule, chunks, cut_dim, is_replicated
 from .mesh import Mesh, Place
@@ -120,12 +119,12 @@ class Plan:
     @property
     def over_mean(self) -> float:
         """The busiest owner's operations over the mean of all data-parallel ranks."""
-        owned = loads(self.weighed, [m.slot for m in self.matrices], self.mesh.slots)
+        owned = loads_of(self.weighed, [m.slot for m in self.matrices], self.mesh.slots)
         return max(owned) * self.mesh.slots / sum(owned)
 
     @property
-    def bound(self) -> float:
-        """The least operations that the busiest owner could have."""
+    def bound(self) -> int:
+        """Operations that the busiest owner has at least, whatever the assignment."""
         return lower_bound(self.weighed, self.mesh.slots)
 
     # Computation

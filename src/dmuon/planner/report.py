@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..assignment import lower_bound
 from .cut import described
 from .memory import Rest
 from .plan import Plan
@@ -90,7 +89,7 @@ def _options(plan: Plan) -> dict[str, Any]:
 
 
 def _balance(plan: Plan) -> dict[str, Any]:
-    """`over_bound` of 1 is perfect: see `dmuon.assignment.lower_bound`. Of owners, that is of data-parallel
+    """`over_bound` of 1 is perfect: see `dmuon.ownership.lower_bound`. Of owners, that is of data-parallel
     ranks, as the assignment sees them; and of all ranks, with what they really compute."""
     busiest = max(load.total for load in plan.loads.values())
     mean = sum(load.total for load in plan.loads.values()) / plan.mesh.ranks
@@ -184,8 +183,7 @@ def _limits(plan: Plan) -> list[dict[str, Any]]:
     """The kinds of matrices, the most expensive first. More owners than `useful_owners` cannot make a step
     shorter: one owner's time for this matrix is then the step's."""
     costs = Counter((m.param.shape, _layer(m.param.name)) for m in plan.matrices)
-    total = sum(matrix.cost for matrix in plan.weighed)
-    bound = lower_bound(plan.weighed, plan.mesh.slots)
+    total, bound = sum(matrix.cost for matrix in plan.weighed), plan.bound
     by_shape = {m.param.shape: w.cost for m, w in zip(plan.matrices, plan.weighed, strict=True)}
     rows = [
         {
@@ -194,7 +192,7 @@ def _limits(plan: Plan) -> list[dict[str, Any]]:
             "count": count,
             "share_of_operations": count * by_shape[shape] / total,
             "share_of_bound": by_shape[shape] / bound,
-            "useful_owners": int(total // by_shape[shape]),
+            "useful_owners": total // by_shape[shape],
         }
         for (shape, layer), count in costs.items()
     ]
