@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import ExponentialLR
 
 import dmuon
-from dmuon.parameter import with_gradients
+from dmuon.engine.parameter import with_gradients
 from layouts import make_mesh
 from loop_model import INPUTS, OUTPUTS, Interrupted, distribute, is_proj, model_of
 from loops import (

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
 import dmuon
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from dmuon.selection import clean_name
 from reference import ReferenceMuon
 

@@ -9,7 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import dmuon
 import layouts
-from dmuon.parameter import DedicatedParam
+from dmuon.engine.parameter import DedicatedParam
 from layouts import Sizes
 from models import InnerProduct, InnerProducts, everything
 from reference import ReferenceMuon

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 import dmuon.optim.muon
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import (
     FSDP_LAYOUTS,
     LAYOUTS,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from ranks import Ranks
 
 ROOT = Path(__file__).parent.parent

@@ -15,9 +15,9 @@ import dmuon
 from dmuon.bucket import Update
 from dmuon.comm import Traffic, packed_offsets
 from dmuon.group import DedicatedGroup
-from dmuon.layout import Owner
-from dmuon.parameter import with_gradients
-from dmuon.runtime import find_runtime
+from dmuon.engine.layout import Owner
+from dmuon.engine.parameter import with_gradients
+from dmuon.engine.runtime import find_runtime
 from models import (
     Transformer,
     assert_weights_close,

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.distributed.fsdp import fully_shard
 
 import dmuon
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import Model, dedicate, is_proj, make_mesh, parallelize, shard
 from models import full_weights, mean_backward, step_both, with_oracle
 

@@ -21,7 +21,7 @@ import dmuon
 import dmuon.timeline
 import layouts
 from dmuon.replicate import Replicas
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
 from models import (
     InnerProducts,

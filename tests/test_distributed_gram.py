@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 import dmuon
 from dmuon.optim.distributed_gram import GramUpdate, check_triples
 from dmuon.optim.newton_schulz import resolve_coefficients
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import Layer, Model, build, distribute, loss_of
 from models import assert_weights_close
 from reference import ReferenceMuon, orthogonalize

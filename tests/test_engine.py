@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from dmuon import base
-from dmuon.runtime import find_runtime
+from dmuon.engine import fsdp
+from dmuon.engine.runtime import find_runtime
 from layouts import FEWER, LAYOUTS, RESIDENCIES, Sizes, build, dedicate_on, distribute
 from models import (
     Transformer,
@@ -205,7 +205,7 @@ def prefetched_then_stepped(sizes: Sizes, reshard: bool) -> None:
     backward_both(model, oracle, 0, routed_loss([0, 1, 2, 3]))
     with torch.no_grad():  # prefetches layer 1 and leaves it unused, with the weights of before the step
         model(torch.ones(2, 6), [0])
-    base.reshard(model)  # FSDP2 itself would go on with the base parameters of before the step
+    fsdp.reshard(model)  # FSDP2 itself would go on with the base parameters of before the step
     step_both(optimizer, reference)
     x = torch.randn(4, 6, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
@@ -332,7 +332,7 @@ def change_weights(sizes: Sizes, reshard: bool) -> None:
     order = [0, 1, 2, 3]
     with torch.no_grad():
         model(torch.ones(2, 6), order)
-    base.reshard(model)
+    fsdp.reshard(model)
     for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
         with torch.no_grad():  # in place, after they were gathered for the evaluation
             p.mul_(0.5)
@@ -347,7 +347,7 @@ def change_weights(sizes: Sizes, reshard: bool) -> None:
     state = {name: torch.full_like(p, 0.1) + p for name, p in oracle.state_dict().items()}
     with torch.no_grad():
         model(torch.ones(2, 6), order)
-    base.reshard(model)
+    fsdp.reshard(model)
     for record in dmuon.get_dedicated_params(model):
         with torch.no_grad():
             oracle.get_parameter(record.param_name).copy_(state[record.param_name])

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn as nn
 
-from dmuon import base
+from dmuon.engine import fsdp
 from layouts import RESIDENCIES, Sizes, build
 from models import assert_weights_close, backward_both, is_proj, step_both, with_oracle
 
@@ -54,7 +54,7 @@ def evaluate_between_steps(sizes: Sizes, reshard: bool) -> None:
             one.eval()
         with mode():
             torch.testing.assert_close(model(x), oracle(x), atol=1e-5, rtol=0)
-        base.reshard(model)  # FSDP2 itself would go on with the base parameters of before the step
+        fsdp.reshard(model)  # FSDP2 itself would go on with the base parameters of before the step
         for one in (model, oracle):
             one.train()
 

@@ -11,12 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 import dmuon
 import layouts
-from dmuon.parameter import local_part
+from dmuon.engine.parameter import local_part
 from dmuon.planner import Dtypes, Mesh, Options, Plan, from_module, plan_model
 from dmuon.planner.cut import Rule
 from dmuon.planner.memory import Rest
 from dmuon.planner.traffic import PHASES, Moves, in_sum
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import Model, is_proj, make_mesh
 from test_tensor_parallel import DDP_MESHES, MESHES
 

@@ -21,7 +21,7 @@ import torch.nn as nn
 
 import dmuon.timeline
 from dmuon.comm import Channel, Traffic
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from dmuon.timeline import Interval
 from layouts import Layer, Model, Sizes, build, distribute, loss_of
 

@@ -25,7 +25,7 @@ from dmuon.planner.model import Model, Parameter, choose_by_pattern, from_names
 from dmuon.planner.registry import CONFIGS
 from dmuon.planner.report import Rate, report
 from dmuon.planner.traffic import BASE_BUCKET, PHASES, Setting, of_base
-from dmuon.tensor_parallel import _slices
+from dmuon.engine.tensor_parallel import _slices
 from test_communication import Even, gathered_bytes_during_forward
 
 FLOAT32 = Options(dtypes=Dtypes(), ns_algorithm="auto")

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import dmuon
-from dmuon.parameter import local_part
+from dmuon.engine.parameter import local_part
 from layouts import LAYOUTS, Model, build, data_rank, loss_of
 from models import assert_weights_close, full_weights, mean_backward, with_oracle
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import dmuon
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from dmuon.scratch import Scratch
 from layouts import Model, distribute, loss_of
 from models import full_weights

@@ -5,7 +5,7 @@ import torch
 import torch.nn as nn
 
 import dmuon
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import DDP_LAYOUTS, Sizes, distribute
 from models import assert_weights_close, backward_both, step_both, with_oracle
 

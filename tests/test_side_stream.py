@@ -12,7 +12,7 @@ import torch
 
 from dmuon import channels
 from dmuon.comm import Channel
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import LAYOUTS, Model, Sizes, build, loss_of
 from models import agreed, assert_weights_close, backward_both, step_both, with_oracle
 

@@ -23,10 +23,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dmuon
-from dmuon.exchange import Cut, Exchange
-from dmuon.layout import root_mesh
-from dmuon.runtime import find_runtime
-from dmuon.tensor_parallel import TensorParallel, _slices
+from dmuon.engine.exchange import Cut, Exchange
+from dmuon.engine.layout import root_mesh
+from dmuon.engine.runtime import find_runtime
+from dmuon.engine.tensor_parallel import TensorParallel, _slices
 from layouts import Model, build, data_rank, is_proj, loss_of, make_mesh, parallelize, shard
 from models import (
     assert_ranks_equal,

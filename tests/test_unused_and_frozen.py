@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dmuon
 import targets as given
-from dmuon.runtime import find_runtime
+from dmuon.engine.runtime import find_runtime
 from layouts import LAYOUTS, RESIDENCIES, Sizes, build, data_rank, replicas_of
 from models import (
     InnerProducts,

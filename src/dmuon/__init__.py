@@ -20,7 +20,7 @@ from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
 from .scaler import GradScaler
-from .state_dict import (
+from .checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,

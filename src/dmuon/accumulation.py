@@ -7,9 +7,9 @@ from collections.abc import Iterator
 
 import torch.nn as nn
 
-from . import base
-from .replicate import ddp_around
-from .runtime import find_runtime
+from .engine import fsdp
+from .engine.ddp import ddp_around
+from .engine.runtime import find_runtime
 
 
 @contextlib.contextmanager
@@ -32,7 +32,7 @@ def no_sync(model: nn.Module) -> Iterator[None]:
     """
     runtime = find_runtime(model)
     wrapper = ddp_around(model, runtime.model)
-    with base.no_sync(model), wrapper.no_sync() if wrapper is not None else contextlib.nullcontext():
+    with fsdp.no_sync(model), wrapper.no_sync() if wrapper is not None else contextlib.nullcontext():
         runtime.no_sync_depth += 1
         try:
             yield

@@ -17,18 +17,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from . import base
-from .bucket import Precision
-from .channels import ProcessGroups
-from .checkpoint import install_model_hooks
-from .group import Residency
-from .layout import DataParallelLayout, root_mesh
+from .checkpoint.hooks import install_model_hooks
+from .engine import fsdp
+from .engine.buffer import Precision
+from .engine.collectives import ProcessGroups
+from .engine.ddp import FirstRankWins, hide_from_ddp, shard_over_rows_of_one
+from .engine.layout import DataParallelLayout, root_mesh
+from .engine.parameter import DedicatedParam, record_of
+from .engine.runtime import Options, Runtime, find_runtime, has_runtime
+from .engine.tensor_parallel import TensorParallel
 from .ownership import blocks_of, choose_owners, matrices_of
-from .parameter import DedicatedParam, is_resting
-from .replicate import Replicas, hide_from_ddp
-from .runtime import Options, Runtime, find_runtime, has_runtime
 from .selection import Candidate, Predicate, candidates, hidden_matrices, tied_parameters
-from .tensor_parallel import TensorParallel
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ def dedicate_params(
     *,
     predicate: Predicate | None = None,
     replicate_mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool = True,
+    reshard_after_forward: bool | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     master_dtype: torch.dtype | None = None,
     hook_boundary: HookBoundary | None = None,
@@ -69,8 +68,8 @@ def dedicate_params(
             Frozen parameters are never dedicated.
         replicate_mesh: for HSDP, the mesh dim that replicates, from the same root mesh as `mesh`, which is
             then the dim that shards.
-        reshard_after_forward: as for `fully_shard`. True frees the full weights after forward and gathers
-            them again for backward; False keeps them in between.
+        reshard_after_forward: True frees the full weights after forward and gathers them again for backward;
+            False keeps them in between. By default, as the enclosing `fully_shard` module does.
         mp_policy: `param_dtype` is the dtype in which weights are gathered, `reduce_dtype` the one in which
             gradients are reduced. By default, the policy of the enclosing `fully_shard` module. Casting
             inputs and outputs is left to `fully_shard`.
@@ -96,10 +95,11 @@ def dedicate_params(
             second call.
     """
     layout = DataParallelLayout.from_meshes(mesh, replicate_mesh)
-    if not isinstance(reshard_after_forward, bool):
-        raise TypeError(f"reshard_after_forward must be True or False, got {reshard_after_forward!r}")
-    residency: Residency = "while_used" if reshard_after_forward else "until_backward_done"
-    options = _options(residency, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)
+    if reshard_after_forward is not None and not isinstance(reshard_after_forward, bool):
+        raise TypeError(f"reshard_after_forward must be True, False or None, got {reshard_after_forward!r}")
+    options = _options(
+        reshard_after_forward, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse
+    )
     return _dedicate(model, layout, options, predicate)
 
 
@@ -115,10 +115,9 @@ def dedicate_params_ddp(
 ) -> list[DedicatedParam]:
     """`dedicate_params` for a model that stays whole on every data-parallel rank.
 
-    Gradients are reduced to the owners, which alone keep momentum and update; the new weights are sent to
-    everyone after each step, and stay. Nothing is gathered in forward or backward, so that ranks may run
-    different modules. Where the compute dtype is the weights' own, no rank keeps anything beside the weights
-    the model computes with; else the owner alone keeps the master weights.
+    It is HSDP with rows of one rank. Gradients are reduced to the owners, which alone keep momentum; their
+    updates are sent to everyone after each step. Every rank keeps the weights, and nothing is gathered: where
+    the compute dtype is the weights' own, the model computes with the very weights that are updated.
 
     The other parameters go to `replicate` afterwards, or the model to torch's `DistributedDataParallel`,
     which leaves the dedicated ones alone.
@@ -136,8 +135,8 @@ def dedicate_params_ddp(
         TypeError, ValueError: as `dedicate_params`; and ValueError for a parameter that tensor parallelism
             has cut, which is for `dedicate_params_ddp_tp`.
     """
-    layout = DataParallelLayout.from_meshes(mesh, replicated=True)
-    options = _options("always", mp_policy, master_dtype, hook_boundary, process_groups)
+    layout = DataParallelLayout.from_meshes(mesh, ddp=True)
+    options = _options(False, mp_policy, master_dtype, hook_boundary, process_groups)
     return _dedicate(model, layout, options, predicate, cut_goes_to="dmuon.dedicate_params_ddp_tp")
 
 
@@ -160,8 +159,8 @@ def dedicate_params_ddp_tp(
     Args and errors: as `dedicate_params_ddp` and, for `tp_buffer_reuse`, `dedicate_params`; parameters that
     nothing has cut are welcome too.
     """
-    layout = DataParallelLayout.from_meshes(mesh, replicated=True)
-    options = _options("always", mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)
+    layout = DataParallelLayout.from_meshes(mesh, ddp=True)
+    options = _options(False, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)
     return _dedicate(model, layout, options, predicate)
 
 
@@ -169,13 +168,13 @@ def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """Keep the parameters that are not dedicated equal on all ranks of `mesh`; call it after
     `dedicate_params_ddp`.
 
-    They and the buffers start as the first rank's, from `Muon` or the first forward on; their gradients are
-    averaged in buckets during every backward. A parameter that was used on some ranks only gets the mean with
-    zeros of the others; one that was used nowhere gets none. Buffers that change in training are each rank's
-    own.
+    It calls `fully_shard` on the blocks and the model, with a mesh whose rows have one rank: nothing is cut
+    or gathered, gradients are averaged during every backward, and all that holds for FSDP2 holds
+    (`set_requires_gradient_sync`, say). Parameters and buffers start as the first rank's, from `Muon` or the
+    first forward on. Buffers that change in training are each rank's own.
 
     Returns:
-        The model, unchanged but for hooks on its parameters.
+        The model, its parameters replaced as `fully_shard` does.
 
     Raises:
         ValueError: for a model without DDP's dedicated parameters, another mesh than theirs, a second call,
@@ -212,7 +211,7 @@ def _dedicate(
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     if predicate is not None and not callable(predicate):
         raise TypeError(f"predicate must be a function (name, parameter) -> bool, got {predicate!r}")
-    if has_runtime(model) or any(is_resting(param) for param in model.parameters()):
+    if has_runtime(model) or any(record_of(p) is not None for p in model.parameters()):
         raise ValueError(
             "dedicate_params was already called on this model, on a part of it or around it. Call it once, "
             "on the whole model; one predicate can choose from all of it."
@@ -242,7 +241,7 @@ def _dedicate(
     ]
     Runtime(model, layout, params, options)
     install_model_hooks(params)
-    if layout.replicated:
+    if layout.is_ddp:
         hide_from_ddp(model, [candidate.path for candidate in chosen])
     return params
 
@@ -250,33 +249,34 @@ def _dedicate(
 def _replicate(model: nn.Module, mesh: DeviceMesh, cut_goes_to: str | None) -> None:
     runtime = find_runtime(model)
     layout = runtime.layout
-    if not layout.replicated:
+    if not layout.is_ddp:
         raise ValueError(
             "the model went through dmuon.dedicate_params: its other parameters are for fully_shard. For "
             "DDP, call dmuon.dedicate_params_ddp (or dedicate_params_ddp_tp) instead."
         )
-    if not isinstance(mesh, DeviceMesh) or mesh.mesh.flatten().tolist() != list(layout.row):
+    if not isinstance(mesh, DeviceMesh) or mesh.mesh.flatten().tolist() != layout.given.mesh.tolist():
         raise ValueError(
-            f"pass the mesh that dedicate_params_ddp was given, over the ranks {list(layout.row)}"
+            f"pass the mesh that dedicate_params_ddp was given, over the ranks {list(layout.column)}"
         )
-    if runtime.replicas is not None:
+    if fsdp.sharded_modules(runtime.model):
         raise ValueError(
             "the model's other parameters are replicated already; call it once, on the whole model"
         )
     if runtime.is_sealed:
         raise ValueError("call it before dmuon.Muon and the first forward, after dedicate_params_ddp")
-    replicas = Replicas(runtime.model, dedicated_parameters(runtime.model), layout)
-    for name, param in replicas.params.items():
-        if not isinstance(param, DTensor):
+    for name, param in runtime.model.named_parameters():
+        if runtime.record_of(param) is not None or not isinstance(param, DTensor):
             continue
-        if set(param.device_mesh.mesh.flatten().tolist()) & set(layout.row) != {dist.get_rank()}:
+        if set(param.device_mesh.mesh.flatten().tolist()) & set(layout.column) != {dist.get_rank()}:
             raise ValueError(
                 f"{name} is a DTensor over data-parallel ranks, which keep it whole under DDP: cut it over "
                 'other mesh dims, such as mesh["tp"], or not at all.'
             )
         if cut_goes_to is not None and TensorParallel.of(param).size > 1:
             raise ValueError(f"{name} is cut by tensor parallelism: call {cut_goes_to} instead")
-    runtime.replicas = replicas
+    shard_over_rows_of_one(runtime.model, layout)
+    dedicated = {id(param.resting) for param in runtime.params}
+    runtime.on_seal.append(FirstRankWins(runtime.model, dedicated, layout))
 
 
 def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:
@@ -288,7 +288,7 @@ def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:
 
 
 def _options(
-    residency: Residency,
+    reshard_after_forward: bool | None,
     mp_policy: MixedPrecisionPolicy | None,
     master_dtype: torch.dtype | None,
     hook_boundary: HookBoundary | None,
@@ -306,7 +306,7 @@ def _options(
     if not any(tp_buffer_reuse is value for value in (True, False)) and tp_buffer_reuse not in _REUSE:
         raise ValueError(f"tp_buffer_reuse must be True, False or one of {_REUSE}, got {tp_buffer_reuse!r}")
     return Options(
-        residency=residency,
+        reshard_after_forward=reshard_after_forward,
         precision=None if mp_policy is None else Precision(mp_policy.param_dtype, mp_policy.reduce_dtype),
         hook_boundary=_boundary_chooser(hook_boundary),
         master_dtype=master_dtype,
@@ -354,7 +354,7 @@ def chosen_parameters(model: nn.Module, predicate: Predicate | None) -> list[Can
 
 def _check(chosen: list[Candidate], model: nn.Module) -> None:
     """Refuse what cannot be dedicated, by name."""
-    managed, tied = base.managed_parameters(model), tied_parameters(model)
+    managed, tied = fsdp.managed_parameters(model), tied_parameters(model)
     for name, param in ((candidate.name, candidate.param) for candidate in chosen):
         if id(param) in managed:
             raise ValueError(

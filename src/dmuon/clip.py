@@ -12,7 +12,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
-from .comm import explained
+from .engine.collectives import explained
 
 _RULE = "all ranks clip, with gradients for the same parameters"
 _EPS = 1e-6  # torch's, so that the coefficient is torch's as well

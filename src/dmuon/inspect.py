@@ -8,8 +8,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .ownership import imbalance, loads_of, matrices_of
-from .parameter import DedicatedParam
-from .runtime import find_runtime
+from .engine.parameter import DedicatedParam
+from .engine.runtime import find_runtime
 from .selection import clean_name
 
 

@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from .engine.parameter import record_of
+
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` for models whose gradients are not all DTensors on one mesh.
@@ -27,6 +29,9 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
+        for group in optimizer.param_groups:
+            for record in filter(None, map(record_of, group["params"])):
+                record.reduce_due()
         kinds: dict[Any, list[torch.Tensor]] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:

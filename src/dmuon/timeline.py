@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import contextlib
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch.distributed as dist
 import torch.nn as nn
 
-from .runtime import find_runtime
+from .engine.runtime import find_runtime
 
 
 @dataclass(frozen=True)
 class Interval:
-    """One collective, from when this rank issued it to when it was over here; in ns since the epoch.
+    """One collective, from when this rank came to it to when it was over here; in ns since the epoch.
 
     Attributes:
-        phase: "gather", "reduce", "reduce_replicas", "sum_copies", "exchange", "publish_exchange", "publish"
-            or "base".
-        label: what was moved, by group and owner; the same in all phases.
+        phase: "gather", "reduce", "reduce_replicas", "sum_copies", "exchange", "publish_exchange" or
+            "publish".
+        label: the group; the same in all phases.
     """
 
     phase: str
@@ -33,8 +31,7 @@ class Interval:
 def record(model: nn.Module) -> Iterator[list[Interval]]:
     """Record the collectives issued for a model inside the `with` block, in the order of their ends.
 
-    One that is in flight when the block ends is added to the list when it is over. (An interval of torch's
-    profiler must not be open when the profile ends, which that of an asynchronous publish usually is.)
+    One that is in flight when the block ends is not recorded.
 
     Raises:
         ValueError: if the model is not on the CPU, or has no dedicated parameters.
@@ -49,20 +46,9 @@ def record(model: nn.Module) -> Iterator[list[Interval]]:
     if not runtime.is_sealed:
         raise RuntimeError("there are no collectives to record yet: build dmuon.Muon first")
     intervals: list[Interval] = []
-    before, runtime.traffic.on_issue = runtime.traffic.on_issue, follow(intervals)
+    traffic, before = runtime.traffic, runtime.traffic.listener
+    traffic.listener = lambda *values: intervals.append(Interval(*values))
     try:
         yield intervals
     finally:
-        runtime.traffic.on_issue = before
-
-
-def follow(intervals: list[Interval]) -> Callable[[str, str, int, dist.Work], None]:
-    """To be called when a collective is issued; adds it to `intervals` when it is over."""
-
-    def issued(phase: str, label: str, begin: int, work: dist.Work) -> None:
-        def over(_: object) -> None:  # in a thread of gloo, before it says that the work is completed
-            intervals.append(Interval(phase, label, begin, time.time_ns()))
-
-        work.get_future().add_done_callback(over)
-
-    return issued
+        traffic.listener = before

@@ -25,7 +25,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from ..parameter import DedicatedParam
+from ..engine.parameter import DedicatedParam
 from .newton_schulz import Triple
 
 GramPolicy = Literal["beneficial", "always", "never"]

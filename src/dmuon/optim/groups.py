@@ -11,9 +11,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-from .. import base
-from ..replicate import ddp_around, ddp_ranks
-from ..runtime import Runtime
+from ..engine import fsdp
+from ..engine.ddp import ddp_around, ddp_ranks
+from ..engine.runtime import Runtime
 from ..selection import clean_name
 from .newton_schulz import resolve_coefficients
 from .update import check_rule
@@ -93,14 +93,14 @@ def check_averaged(model: nn.Module, runtime: Runtime) -> None:
     layout = runtime.layout
     if layout.size == 1:
         return
-    if layout.replicated:
+    if layout.is_ddp:
         wrapper = ddp_around(model, runtime.model)
-        if wrapper is not None and ddp_ranks(wrapper) != list(layout.row):
+        if wrapper is not None and ddp_ranks(wrapper) != list(layout.column):
             raise ValueError(
                 f"DistributedDataParallel averages over the ranks {ddp_ranks(wrapper)}, the dedicated "
-                f"parameters over {list(layout.row)}; give it process_group=mesh.get_group()"
+                f"parameters over {list(layout.column)}; give it process_group=mesh.get_group()"
             )
-        if wrapper is not None or runtime.replicas is not None:
+        if wrapper is not None:
             return
         cure = (
             "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
@@ -111,7 +111,7 @@ def check_averaged(model: nn.Module, runtime: Runtime) -> None:
             "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before "
             "dmuon.Muon, or freeze the parameter."
         )
-    averaged = base.managed_parameters(model)
+    averaged = fsdp.managed_parameters(model)
     for name, param in model.named_parameters():
         if not param.requires_grad or runtime.record_of(param) is not None or id(param) in averaged:
             continue

@@ -13,12 +13,12 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from .. import base, checkpoint
-from ..boundaries import check_present
-from ..bucket import Update
+from ..checkpoint.hooks import install_optimizer_hooks
+from ..engine import fsdp
+from ..engine.buffer import Update
+from ..engine.parameter import DedicatedParam
+from ..engine.runtime import find_runtime
 from ..inspect import summary
-from ..parameter import DedicatedParam, with_gradients
-from ..runtime import find_runtime
 from ..scratch import Scratch
 from ..selection import clean_name
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
@@ -37,11 +37,15 @@ _Kind = tuple[torch.Size, tuple[int, ...] | None]  # of matrices: the shape, and
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that this rank orthogonalizes; momentum, gradient: [rows, cols], whole."""
+    """A matrix that this rank orthogonalizes; momentum, gradient: [rows, cols], whole.
+
+    live: one element, 0 where no rank had a gradient and all is to stay; None: some rank had one.
+    """
 
     param: DedicatedParam
     momentum: torch.Tensor
     gradient: torch.Tensor
+    live: torch.Tensor | None
 
 
 class Muon(Optimizer):
@@ -49,14 +53,15 @@ class Muon(Optimizer):
 
     A step has four phases:
 
-    1. *Owners update.* For each dedicated matrix that has a gradient, its owner advances the momentum, runs
-       Newton-Schulz on the whole matrix, decays and updates the weight. The other ranks do nothing for it,
-       and no collective is issued: the gradient came to the owner during backward, and the next forward
-       gathers the new weight.
-    2. *Publish*, where somebody keeps a copy: the owners start to send updates to tensor-parallel pieces, and
-       new weights to HSDP replicas or, under DDP, to everyone.
+    1. *Owners update.* For each dedicated matrix that has a gradient, its owner advances the momentum and
+       runs Newton-Schulz on the whole matrix. The other ranks do nothing for it, and no collective is issued:
+       the gradient came to the owner during backward. Where nobody else keeps the weight, the owner decays
+       and updates it, and the next forward gathers the new one.
+    2. *Publish*, where somebody else keeps a copy (HSDP and DDP replicas, tensor-parallel pieces): the update
+       is left for the publish in front of the weight's next gather, when all who keep it apply it. The first
+       groups' are sent now.
     3. *AdamW* updates the base parameters, as `torch.optim.AdamW` would.
-    4. With `replicate_async=False`, wait for what phase 2 has started.
+    4. With `replicate_async=False`, publish everything and wait for it.
 
     The update of a matrix is that of `torch.optim.Muon` (see `dmuon.optim.update`) on the gradient averaged
     over all data-parallel ranks. A matrix that no rank had a gradient for is left alone, decay included.
@@ -80,10 +85,10 @@ class Muon(Optimizer):
             parameters of the model (as it is now, after `fully_shard`) or their names; each group is either
             all dedicated or all base. `lr`, `weight_decay` and the rest are those of the group's algorithm.
             Trainable parameters in no group go to a default group each for Muon and AdamW.
-        replicate_async: let `step` return before the new weights are everywhere (the replicas under HSDP, the
-            pieces under tensor parallelism); the next forward, state dict or `dmuon.full_tensor` waits. The
-            training is the same either way. Code that reads weights itself right after a step, such as an
-            average of weights, must call `synchronize` first, or would see old ones.
+        replicate_async: let `step` return before the new weights are everywhere (the replicas under HSDP and
+            DDP, the pieces under tensor parallelism); the next forward, state dict or `dmuon.full_tensor`
+            sees to it. The training is the same either way. Code that reads or writes weights itself right
+            after a step, such as an average of weights, must call `synchronize` first.
         maximize: ascend instead of descend.
         ns_algorithm: "direct", "gram", or "auto" by operation count.
         momentum_dtype: dtype of the momentum buffers.
@@ -134,7 +139,7 @@ class Muon(Optimizer):
     ) -> None:
         self._runtime = find_runtime(model)
         self._runtime.check()
-        base.reshard(model)
+        fsdp.reshard(model)
         self._model = model
         self._names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self._verified = False
@@ -175,8 +180,9 @@ class Muon(Optimizer):
         self.defaults = {"momentum": momentum}
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
         self._runtime.seal()
-        self._runtime.keep_in_pieces(partial(chooses, gram_policy))
-        checkpoint.install_optimizer_hooks(self)
+        dtype = self._compute_dtype(self._settings(self._muon_defaults))
+        self._runtime.keep_in_pieces(lambda param, gradient: chooses(gram_policy, param, gradient, dtype))
+        install_optimizer_hooks(self)
         self._runtime.orthogonalization = self._orthogonalization()
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", summary(model))
@@ -267,18 +273,21 @@ class Muon(Optimizer):
 
         Args:
             closure: re-evaluates the model and returns the loss, on all ranks.
+
+        Raises:
+            RuntimeError: on all ranks, where it would ignore gradients: those that backwards without
+                communication have left, or those of a module that has been replaced.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        check_present(self._runtime.model, self._runtime.params, may_be_removed=True)
+        self._runtime.prepare_step()
         self._verify_parameters()
-        self._runtime.wait_published()  # of an earlier step: it may have to read momentum still
         self._runtime.publish(self._owners_update())
         self._step_adamw()
         if not self.replicate_async:
-            self._runtime.wait_published()
+            self._runtime.synchronize()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -288,31 +297,36 @@ class Muon(Optimizer):
         self._runtime.drop_unreduced_gradients()
 
     def synchronize(self) -> None:
-        """Wait until this rank has the weights of the last step (HSDP, and pieces under tensor parallelism).
+        """Bring the last step's update to everyone who keeps a weight, and wait for it; on all ranks.
 
-        With `replicate_async`, whoever reads weights between a step and the next forward by other means than
-        ours (an average of weights, a norm for a log) calls this first. Gathers, state dicts and
-        `dmuon.full_tensor` wait by themselves.
+        With `replicate_async`, whoever reads or writes weights between a step and the next forward by other
+        means than ours (an average of weights, a norm for a log) calls this first. Gathers, state dicts and
+        `dmuon.full_tensor` see to it by themselves.
         """
-        self._runtime.wait_published()
+        self._runtime.synchronize()
 
     def _owners_update(self) -> dict[DedicatedParam, Update]:
-        """Phase 1. Returns what remains to be done to whom; the same parameters on all ranks."""
+        """Phase 1. Returns what is to be published; the same parameters on all ranks."""
         updates: dict[DedicatedParam, Update] = {}
         scratch = Scratch(reuse=True)  # for this step: buffers serve one batch of matrices after the other
-        groups = [(g, self._to_update(g)) for g in self.param_groups if g["algorithm"] == "muon"]
-        here = with_gradients(param for _, params in groups for param in params)
-        for group, params in groups:
+        for group in self.param_groups:
+            if group["algorithm"] != "muon":
+                continue
             rule, settings = check_rule(group), self._settings(group)
-            mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
-            for param in params:
-                updates[param] = self._begin_update(param, rule, settings, mine, has_gradient=param in here)
-                param.mark_updated()
             dtype, device = self._compute_dtype(settings), self._runtime.layout.device
+            mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
+            for param in self._to_update(group):
+                param.check_gradient()
+                update = Update(partial(apply_update, rule=rule, shape=param.full_shape), dtype)
+                self._advance(param, update, rule, settings, mine)
+                param.mark_updated()
+                if param.is_published:
+                    updates[param] = update
             for ((rows, cols), _), matrices in mine.items():
                 count = matrices_at_once(rows, cols, dtype, device)
                 for first in range(0, len(matrices), count):
-                    updates |= self._orthogonalize(matrices[first : first + count], rule, settings, scratch)
+                    batch = matrices[first : first + count]
+                    self._orthogonalize(batch, rule, settings, scratch, updates)
         return updates
 
     def _to_update(self, group: Mapping[str, Any]) -> list[DedicatedParam]:
@@ -329,60 +343,55 @@ class Muon(Optimizer):
         """Of Newton-Schulz with these settings."""
         return settings.compute_dtype(self.momentum_dtype, self._runtime.layout.device)
 
-    def _begin_update(
+    def _advance(
         self,
         param: DedicatedParam,
+        update: Update,
         rule: UpdateRule,
         settings: Settings,
         mine: dict[_Kind, list[_Matrix]],
-        *,
-        has_gradient: bool,
-    ) -> Update:
-        """What the publish is to do to pieces; a matrix that is whole here is put down in `mine`.
-
-        has_gradient: this rank is in the owner row, and the matrix is not to be left alone.
-        """
-        param.check_gradient()
+    ) -> None:
+        """A matrix that is whole here is put down in `mine`; of one in pieces, the piece is prepared."""
         momentum = self._momentum(param)
-        if not has_gradient:
-            return Update()
+        if not param.in_owner_row:
+            return
+        update.live = param.gradient_count
         gradient = param.local_gradient()
-        if param.keeps_state and not param.in_pieces:
+        if param.in_pieces:
+            check_triples(settings.triples)
+            direction = momentum_step(momentum, gradient, rule, live=update.live)
+            update.gram = GramUpdate(direction, param.shard_dim == 0, settings.triples)
+        elif param.keeps_state:
             # What other ranks orthogonalize too, because tensor parallelism does not cut it, goes only with
             # others of the kind: rounding depends on the batch, and all copies have to come out alike.
             kind = (param.full_shape, param.tp.copies if param.tp is not None else None)
-            mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient))
-            return Update()
-        apply = partial(apply_update, rule=rule, shape=param.full_shape)
-        if not param.keeps_state:
-            return Update(apply=apply)
-        check_triples(settings.triples)
-        direction = momentum_step(momentum, gradient, rule)
-        return Update(apply=apply, gram=GramUpdate(direction, param.shard_dim == 0, settings.triples))
+            mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient, update.live))
 
     def _orthogonalize(
-        self, matrices: Sequence[_Matrix], rule: UpdateRule, settings: Settings, scratch: Scratch
-    ) -> dict[DedicatedParam, Update]:
-        """Momentum and Newton-Schulz of matrices of one shape, in one batch; updates the weights that are
-        whole here. Returns what remains to be done to pieces, when they are published."""
+        self,
+        matrices: Sequence[_Matrix],
+        rule: UpdateRule,
+        settings: Settings,
+        scratch: Scratch,
+        updates: Mapping[DedicatedParam, Update],
+    ) -> None:
+        """Momentum and Newton-Schulz of matrices of one shape, in one batch; what has to travel is put into
+        `updates`, the other weights are updated."""
         first = matrices[0].momentum  # [rows, cols]
         batch = scratch.take(len(matrices) * first.numel(), first.dtype, first.device)
         batch = batch.view(len(matrices), *first.shape)
         for matrix, slot in zip(matrices, batch, strict=True):
-            momentum_step(matrix.momentum, matrix.gradient, rule, out=slot)
+            momentum_step(matrix.momentum, matrix.gradient, rule, live=matrix.live, out=slot)
         result = orthogonalize(batch, settings, scratch) if batch.numel() else batch
-        pieces = {}
         for matrix, orthogonal in zip(matrices, result, strict=True):
             param = matrix.param
-            apply = partial(apply_update, rule=rule, shape=param.full_shape)
-            if param.is_cut:
-                pieces[param] = Update(orthogonal, apply)
+            if matrix.live is not None:
+                orthogonal.mul_(matrix.live > 0)
+            if param in updates:  # a copy: the buffer serves the next batch, and each goes when it is sent
+                updates[param].orthogonal = orthogonal.to(updates[param].dtype, copy=True)
             else:
-                apply(param.local, orthogonal)
-        scratch.give_back(batch)
-        if not pieces:  # else they live until they have been sent
-            scratch.give_back(result)
-        return pieces
+                apply_update(param.resting_local, orthogonal, matrix.live, rule, param.full_shape)
+        scratch.give_back(batch, *(() if result is batch else (result,)))
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:
         """This rank's part of the momentum: `state_shape` where it is kept, no rows elsewhere."""
@@ -415,7 +424,7 @@ class Muon(Optimizer):
         """Once: the base parameters we were given must still be the model's."""
         if self._verified:
             return
-        current = {id(p) for p in self._model.parameters()} | base.managed_parameters(self._model)
+        current = {id(p) for p in self._model.parameters()} | fsdp.managed_parameters(self._model)
         for group in self.param_groups:
             for param in group["params"]:
                 if self._record(param) is None and id(param) not in current:

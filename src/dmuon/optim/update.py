@@ -68,31 +68,50 @@ def check_adjust_lr_fn(value: object) -> AdjustLR:
 
 
 def momentum_step(
-    momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule, *, out: Tensor | None = None
+    momentum_buffer: Tensor,
+    gradient: Tensor,
+    rule: UpdateRule,
+    *,
+    live: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Advance the momentum in place and return the matrix to orthogonalize, in the momentum's dtype.
 
     momentum_buffer, gradient, out, result: [rows, cols]. With `out`, that is the result; without, it may be
-    the momentum itself.
+    the momentum itself. live: one element, on the device; where it is 0, there is no gradient, and the
+    momentum stays as it is, bit by bit; None: there is one. So nobody has to ask the device.
     """
     gradient = gradient.to(momentum_buffer.dtype)
     if rule.maximize:
         gradient = gradient.neg()
-    momentum_buffer.lerp_(gradient, 1 - rule.momentum)
+    if live is None:
+        momentum_buffer.lerp_(gradient, 1 - rule.momentum)
+    else:
+        momentum_buffer.lerp_(gradient, (live > 0).to(momentum_buffer.dtype) * (1 - rule.momentum))
     if rule.nesterov:
         return torch.lerp(gradient, momentum_buffer, rule.momentum, out=out)
     return momentum_buffer if out is None else out.copy_(momentum_buffer)
 
 
-def apply_update(weight: Tensor, orthogonal: Tensor, rule: UpdateRule, shape: Size) -> None:
+def apply_update(
+    weight: Tensor, orthogonal: Tensor, live: Tensor | None, rule: UpdateRule, shape: Size
+) -> None:
     """Decay the weight and subtract the scaled orthogonal update, in place.
 
     weight, orthogonal: a matrix, or corresponding pieces of it; the arithmetic is done in the weight's dtype.
+    live: as for `momentum_step`; where it is 0, so is `orthogonal`, and the weight stays as it is.
     shape: of the whole matrix, [rows, cols], whatever the piece: it decides the scale.
+
+    The result does not depend, not even in the last bit, on whether `live` is given.
     """
     scale = shape_scale(shape[-2], shape[-1], rule.adjust_lr_fn)
     if rule.weight_decay:
-        weight.mul_(1 - rule.lr * rule.weight_decay)
+        factor = 1 - rule.lr * rule.weight_decay
+        if live is None:
+            weight.mul_(factor)
+        else:  # as the line above, which computes in this dtype
+            dtype = torch.promote_types(weight.dtype, torch.float32)
+            weight.copy_(weight.to(dtype) * torch.where(live > 0, factor, 1.0).to(dtype))
     weight.add_(orthogonal.to(weight.dtype), alpha=-rule.lr * scale)
 
 

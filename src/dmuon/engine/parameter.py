@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from math import prod
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -13,7 +13,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from .comm import explained
+from .collectives import explained
 from .layout import DataParallelLayout, Owner, wrap_local
 from .tensor_parallel import TensorParallel
 
@@ -25,11 +25,12 @@ class DedicatedParam:
     """A weight that dmuon manages, and where its three forms are.
 
     - *At rest* `resting` is on the module: a parameter whose DTensor has all rows on the owner (and on the
-      owner's replicas under HSDP) and no row elsewhere; under tensor parallelism, the owner row's ranks have
-      their pieces. The optimizer, checkpoints and clipping see this one.
+      owner's replicas under HSDP and DDP) and no row elsewhere; under tensor parallelism, the owner row's
+      ranks have their pieces. The optimizer, checkpoints and clipping see this one.
     - *Gathered* `gathered` is on the module, during forward and recomputation only: a plain parameter (a
-      DTensor on the tensor-parallel mesh, if it came as one) that is a view of its bucket's packed buffer. It
-      is the same object for ever, so that autograd graphs of several forwards meet in it.
+      DTensor on the tensor-parallel mesh, if it came as one) that is a view of its group's buffer, or of the
+      resting weight where every rank has it. It is the same object for ever, so that autograd graphs of
+      several forwards meet in it.
     - *The gradient* is `resting.grad`, and no other: see `add_gradient`.
 
     Attributes:
@@ -41,6 +42,9 @@ class DedicatedParam:
         compute_dtype: what the module computes with, where the weight at rest has another dtype; else None.
         in_pieces: the gradient and the momentum of a cut parameter stay where its pieces are, instead of
             whole on the TP owner (the distributed Gram form).
+        published: the version that all replicas have; None: none in common.
+        settle: brings what steps have left to be published to everyone, on all ranks.
+        reduce_due: reduces what is due to be reduced, on all ranks.
     """
 
     def __init__(
@@ -63,12 +67,11 @@ class DedicatedParam:
         self.tp_owner = tp_owner
         self.in_pieces = False
         self.gathered: nn.Parameter | None = None
-        self.published: Version | None = None  # the version that every replica has; None: never published
+        self.published: Version | None = None
+        self.settle: Callable[[], None] = _nothing
+        self.reduce_due: Callable[[], None] = _nothing
         self._epoch = 0
-        # Set while a publish of this weight is in flight: what a reader has to wait for.
-        self.before_read: Callable[[], None] | None = None
-        # Under DDP: which version of the weight every rank has, unrounded, in its gathered parameter.
-        self.everywhere: Version | None = None
+        self._nowhere: dict[torch.dtype, DTensor] = {}  # gradients of a rank that keeps none
 
         source = cast(nn.Parameter, module._parameters[attribute])
         self.full_shape = source.shape
@@ -103,8 +106,8 @@ class DedicatedParam:
     @property
     def owner(self) -> int | tuple[int, int]:
         """Coordinate of the owner: an int, or `(shard, replicate)` under HSDP."""
-        if self.layout.mesh.ndim == 1:
-            return self.coordinate.shard
+        if self.layout.given.ndim == 1:
+            return self.layout.slot_of(self.coordinate)
         return (self.coordinate.shard, self.coordinate.replicate)
 
     @property
@@ -113,14 +116,14 @@ class DedicatedParam:
 
         Where it does not, every tensor-parallel rank has an owner of its own; this rank's is meant.
         """
+        owner = self.layout.global_rank(self.coordinate)
         if not self.is_cut:
-            return self.layout.global_rank(self.coordinate)
+            return owner
         assert self.tp is not None
-        grid = self.mesh.mesh.view(*self.layout.mesh.shape, -1)  # [(replicate,) shard, tp]
-        here, there = self.layout.here, self.coordinate
-        mine = grid[here.replicate, here.shard] if grid.ndim == 3 else grid[here.shard]
-        owners = grid[there.replicate, there.shard] if grid.ndim == 3 else grid[there.shard]
-        return int(owners[mine == self.tp.ranks[self.tp_owner]])
+        grid, dims = self.mesh.mesh, self.layout.mesh.ndim
+        where = (grid == owner).nonzero()[0].tolist()
+        mine = (grid == self.tp.ranks[self.tp_owner]).nonzero()[0].tolist()
+        return int(grid[(*where[:dims], *mine[dims:])])
 
     @property
     def in_owner_row(self) -> bool:
@@ -149,13 +152,18 @@ class DedicatedParam:
 
     @property
     def keeps_weight(self) -> bool:
-        """Whether this rank keeps the weight, or a piece, at rest (the owner row and its HSDP replicas)."""
+        """Whether this rank keeps the weight, or a piece, at rest (the owner row and its replicas)."""
         return self.layout.keeps_weight(self.coordinate)
 
     @property
     def is_cut(self) -> bool:
         """Whether tensor parallelism has cut it into pieces."""
         return self.tp is not None and self.tp.size > 1
+
+    @property
+    def is_published(self) -> bool:
+        """Whether a step's update has to travel: to replicas, or to pieces."""
+        return self.layout.replicate_size > 1 or self.is_cut
 
     @property
     def shard_dim(self) -> int | None:
@@ -165,9 +173,7 @@ class DedicatedParam:
     @property
     def tp_group(self) -> dist.ProcessGroup | None:
         """The process group of the ranks that hold the pieces; None if it is not cut, or by several dims."""
-        if self.tp is None or not self.is_cut:
-            return None
-        return self.tp.shared_group(self.tp.ranks)
+        return self.tp.group if self.tp is not None and self.is_cut else None
 
     @property
     def piece_shape(self) -> torch.Size:
@@ -182,12 +188,11 @@ class DedicatedParam:
 
     @property
     def local(self) -> torch.Tensor:
-        """This rank's part of the resting weight: `full_shape` where it is kept, else no rows.
+        """This rank's part of the resting weight: `piece_shape` where it is kept, else no rows.
 
         Writing to it in place changes the weight; call `mark_updated` afterwards, on all ranks.
         """
-        if self.before_read is not None:
-            self.before_read()
+        self.settle()
         return self.resting_local
 
     @property
@@ -226,36 +231,40 @@ class DedicatedParam:
             # stead; a weak reference, so that the parameter does not keep the engine alive.
             self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
 
-    def rest_in(self, view: torch.Tensor) -> None:
-        """Keep the resting weight in `view`, which holds its value already (`piece_shape`, same dtype)."""
-        cast(DTensor, self.resting)._local_tensor = view
-
     @torch.no_grad()
     def piece(self) -> torch.Tensor:
-        """This rank's piece of the owner's weight, a new tensor; collective over the data-parallel ranks,
-        but under DDP no more than once after a change.
+        """This rank's piece of the owner's weight, a new tensor. Collective over the rows, and over the
+        replicas where something else than a step has changed the weight.
 
         shape: `piece_shape`, dtype: that of the resting weight.
         """
         self.refresh()
-        if self.before_read is not None:  # on all ranks: a publish may need them all
-            self.before_read()
-        if self.everywhere == self.version:
-            assert self.gathered is not None
-            return local_part(self.gathered).clone()
-        piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
-        if self.keeps_weight:
-            piece.copy_(self.local)
+        self.settle()
         with explained(f"the broadcast of {self.param_name}, whole, to all ranks", READ_RULE):
-            self.layout.broadcast_from_owner(piece, self.coordinate)
+            if self.published != self.version:
+                if self.keeps_weight:
+                    self.layout.broadcast_down(self.resting_local, self.coordinate)
+                self.published = self.version
+            if self.keeps_weight:
+                piece = self.resting_local.clone()
+            else:
+                piece = torch.empty(self.piece_shape, dtype=self.resting.dtype, device=self.layout.device)
+            self.layout.broadcast_along(piece, self.coordinate)
         return piece
 
-    @torch.no_grad()
     def full_tensor(self) -> torch.Tensor:
         """The owner's whole weight, on every rank (a new tensor); collective over all its ranks.
 
+        Its gradient goes to the owner, which takes it from its own copy: like that of a DTensor's
+        `full_tensor`, it is to be the same on all ranks.
+
         shape: `full_shape`, dtype: that of the resting weight.
         """
+        return _Whole.apply(self.resting, self)
+
+    @torch.no_grad()
+    def whole(self) -> torch.Tensor:
+        """As `full_tensor`, without autograd."""
         piece = self.piece()
         return piece if self.tp is None else self.tp.wrap(piece).full_tensor()
 
@@ -302,15 +311,21 @@ class DedicatedParam:
             count: in the owner row, one element: the number of ranks that had a gradient; None if it is known
                 not to be 0.
         """
-        gradient = self.wrap_owned(local, self.resting.dtype)
+        dtype = self.resting.dtype
         if self.resting.grad is None:
+            if local is None:  # nothing to see in it: one serves every step
+                gradient = self._nowhere.get(dtype)
+                if gradient is None or gradient.placements != self.owner_placements:
+                    gradient = self._nowhere[dtype] = self.wrap_owned(None, dtype)
+            else:
+                gradient = self.wrap_owned(local, dtype)
             self.resting.grad = gradient
         else:
             known = self.gradient_count
             count = None if known is None or count is None else known + count
             self._keep_gradient_as_ours()
-            # Both lie alike: on the local parts, without what DTensor does for an operation.
-            local_part(self.resting.grad).add_(local_part(gradient))
+            if local is not None:  # on the local parts, without what DTensor does for an operation
+                local_part(self.resting.grad).add_(local.to(dtype))
         # The count lives and dies with the gradient itself: whoever replaces or drops it drops that as well.
         self.resting.grad._dmuon_count = count  # type: ignore[attr-defined]
 
@@ -383,16 +398,8 @@ class DedicatedParam:
         return self.tp.wrap(local).full_tensor()
 
 
-def with_gradients(params: Iterable[DedicatedParam]) -> set[DedicatedParam]:
-    """Of the parameters in whose owner row this rank is: those that any rank had a gradient for.
-
-    One host sync for all of them, and none if all are known to have one.
-    """
-    mine = {p: p.gradient_count for p in params if p.in_owner_row and p.resting.grad is not None}
-    asked = {param: count > 0 for param, count in mine.items() if count is not None}
-    answers = torch.stack([*asked.values()]).tolist() if asked else []
-    without = {param for param, answer in zip(asked, answers, strict=True) if not answer}
-    return mine.keys() - without
+def _nothing() -> None:
+    """For a parameter whose engine has not started."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -400,19 +407,41 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def is_resting(tensor: torch.Tensor) -> bool:
-    """Whether it is the resting parameter of a dedicated one, of whatever model."""
-    return isinstance(getattr(tensor, "full_tensor", None), _FullTensor)
+def record_of(tensor: torch.Tensor) -> DedicatedParam | None:
+    """The dedicated parameter, of whatever model, whose resting parameter `tensor` is."""
+    answer = getattr(tensor, "__dict__", {}).get("full_tensor")
+    return answer.param() if isinstance(answer, _FullTensor) else None
 
 
 class _FullTensor:
     """Stands in for `DTensor.full_tensor` on a resting parameter."""
 
     def __init__(self, param: weakref.ref[DedicatedParam]) -> None:
-        self._param = param
+        self.param = param
 
     def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
-        param = self._param()
+        param = self.param()
         if param is None:
             raise RuntimeError("the model that this dedicated parameter belonged to is gone")
         return param.full_tensor()
+
+
+class _Whole(torch.autograd.Function):
+    """The whole weight, as a function of the resting parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, resting: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
+        ctx.param = param
+        return param.whole()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        """gradient: `full_shape`, the same on all ranks."""
+        param: DedicatedParam = ctx.param
+        if param.resting.grad is not None:
+            param._keep_gradient_as_ours()
+            param.resting.grad._dmuon_count = None  # type: ignore[union-attr]  # there is one now
+        mine = gradient
+        if param.in_pieces and param.tp is not None:
+            mine = gradient[param.tp.pieces[param.tp.position]].contiguous()
+        return param.wrap_owned(mine if param.keeps_state else None, param.resting.dtype), None

@@ -23,13 +23,13 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .comm import explained
-from .layout import wrap_local
-from .optim.newton_schulz import COEFFICIENTS, Coefficients
-from .parameter import READ_RULE, DedicatedParam
+from ..engine.collectives import explained
+from ..engine.layout import wrap_local
+from ..engine.parameter import READ_RULE, DedicatedParam
+from ..optim.newton_schulz import COEFFICIENTS, Coefficients
 
 if TYPE_CHECKING:
-    from .optim.muon import Muon
+    from ..optim.muon import Muon
 
 logger = logging.getLogger(__name__)
 
@@ -107,10 +107,10 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
     whole = _whole(value, param)
     if param.resting.is_meta:
         return
-    if param.before_read is not None:  # on all ranks: a publish in flight may need them all
-        param.before_read()
     if param.keeps_weight:
         param.local.copy_(_piece_of(whole, param))
+    else:
+        param.settle()  # all ranks do: a publish may need them
     param.mark_updated()
     param.published = param.version  # every replica has taken it over by itself
 
@@ -356,7 +356,7 @@ def _as_stock(piece: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
     the result is not contiguous, which the placement says.
     """
     layout, rows = param.layout, piece.shape[0]
-    if layout.replicated:
+    if layout.is_ddp:
         if param.tp is None:
             return piece
         # Not a view of the whole: it would keep all of it, and torch cannot deep-copy a DTensor of a view.

@@ -16,9 +16,9 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
-from .checkpoint import OURS, evenly_sharded, settings_to_save
-from .runtime import find_runtime, has_runtime
-from .selection import clean_name
+from ..engine.runtime import find_runtime, has_runtime
+from ..selection import clean_name
+from .hooks import OURS, evenly_sharded, settings_to_save
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions

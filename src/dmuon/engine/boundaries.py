@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.nn as nn
 
-from . import base
+from ..selection import block_modules, enclosing, is_callable
+from . import fsdp
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 
@@ -26,13 +27,13 @@ def hook_boundaries(
     if choose is not None:
         chosen = {name: module for name, module in modules.items() if choose(name, module)}
         for name, module in chosen.items():
-            if not base.is_callable(module):
+            if not is_callable(module):
                 raise ValueError(
                     f"hook_boundary selects {name}, a {type(module).__name__}, which has no forward that "
                     "could be hooked; select its elements"
                 )
     else:
-        chosen = base.sharded_modules(model) or base.block_modules(model)
+        chosen = fsdp.sharded_modules(model) or block_modules(model)
     return {name: module for name, module in modules.items() if name in chosen or name == ""}
 
 
@@ -53,55 +54,75 @@ def homes(model: nn.Module, boundaries: Mapping[str, nn.Module]) -> dict[nn.Modu
     return {module: containing[-1] for module, containing in common.items()}
 
 
-def check_present(model: nn.Module, params: Iterable[DedicatedParam], *, may_be_removed: bool) -> None:
-    """Refuse a model in which a module of ours has been replaced: what came instead would not be trained.
+class Presence:
+    """Whether the modules of dedicated parameters are still part of the model: what came instead of one would
+    not be trained. Asked in every step, it goes by the links it has found, not over all modules."""
 
-    may_be_removed: as long as nothing is in its place.
+    def __init__(self, model: nn.Module, params: Sequence[DedicatedParam]) -> None:
+        self._model = model
+        self._params = params
+        self._links: list[tuple[nn.Module, str, nn.Module]] = []
 
-    Raises:
-        RuntimeError: with the parameter's name.
-    """
-    modules = dict(model.named_modules())
-    present = set(modules.values())
-    for param in params:
-        if param.module in present:
-            continue
-        if not may_be_removed or param.param_name.rpartition(".")[0] in modules:
-            raise RuntimeError(
-                f"{param.param_name} is a dedicated parameter, but its module is no longer a part of the "
-                "model. Replace modules before dmuon.dedicate_params; afterwards change weights in place "
-                "(under torch.no_grad())."
-            )
+    def check(self, *, may_be_removed: bool) -> None:
+        """
+        may_be_removed: as long as nothing is in its place.
+
+        Raises:
+            RuntimeError: with the parameter's name.
+        """
+        if self._links and all(outer._modules.get(name) is inner for outer, name, inner in self._links):
+            return
+        modules = dict(self._model.named_modules())
+        present = set(modules.values())
+        for param in self._params:
+            if param.module in present:
+                continue
+            if not may_be_removed or param.param_name.rpartition(".")[0] in modules:
+                raise RuntimeError(
+                    f"{param.param_name} is a dedicated parameter, but its module is no longer a part of the "
+                    "model. Replace modules before dmuon.dedicate_params; afterwards change weights in place "
+                    "(under torch.no_grad())."
+                )
+        holders = {param.module for param in self._params}
+        around = {name for name, module in modules.items() if module in holders}
+        for name in list(around):
+            while name:
+                name = name.rpartition(".")[0]
+                around.add(name)
+        self._links = [
+            (modules[outer], own, modules[name])
+            for name in around
+            if name
+            for outer, _, own in [name.rpartition(".")]
+        ]
 
 
 def check_sharding(model: nn.Module, layout: DataParallelLayout, params: Iterable[DedicatedParam]) -> None:
     """Refuse a `fully_shard` that does not go together with the dedicated parameters.
 
     Raises:
-        ValueError: if it averages gradients over other ranks, offloads to the CPU, or is used together with
-            DDP.
+        ValueError: if it averages gradients over other ranks, or offloads to the CPU.
     """
     ours = layout.mesh.mesh.flatten().tolist()
     fitting = {layout.mesh}
-    sharded = base.sharded_modules(model)
+    sharded = fsdp.sharded_modules(model)
     paths = {module: name for name, module in model.named_modules()}  # as wrappers may have changed them
-    offloaded = [name for name, module in sharded.items() if base.offloads_to_cpu(module)]
+    offloaded = [name for name, module in sharded.items() if fsdp.offloads_to_cpu(module)]
     if offloaded:
         raise ValueError(
             f"{offloaded[0] or 'the model'} is wrapped by fully_shard with a CPUOffloadPolicy. Dedicated "
             "parameters and their momentum stay on the device, on their owners: leave offload_policy out."
         )
-    if sharded and layout.replicated:
-        raise ValueError(
-            f"{next(iter(sharded)) or 'the model'} is wrapped by fully_shard, but its dedicated "
-            "parameters were chosen for DDP. Use dmuon.dedicate_params with fully_shard, or "
-            "dmuon.replicate in its place."
-        )
     for param in params:
-        around = base.enclosing(paths[param.module], sharded)
-        mesh = base.data_parallel_mesh(sharded[around]) if around is not None else None
+        around = enclosing(paths[param.module], sharded)
+        mesh = fsdp.data_parallel_mesh(sharded[around]) if around is not None else None
         if mesh is None or mesh in fitting:
             continue
+        if layout.is_ddp:
+            raise ValueError(
+                f"{paths[param.module]} is wrapped by fully_shard, but its dedicated parameters were chosen "
+                "for DDP. Use dmuon.dedicate_params with fully_shard, or dmuon.replicate in its place."
+            )
         theirs = mesh.mesh.flatten().tolist()
         if sorted(theirs) != sorted(ours):
             raise ValueError(

@@ -1,18 +1,20 @@
 """The base parameters, which stay with FSDP2: the one file that knows how FSDP2 works.
 
-FSDP2 lists a module's parameters through `module.named_parameters(recurse=False)`. Between `dedicate_params`
-and sealing, that one call leaves the dedicated ones out on the modules that hold them, by an instance
-attribute; every other way to list parameters shows them all the time. `fully_shard(ignored_params=...)` does
-the same if the user passes `dmuon.dedicated_parameters(model)`.
+FSDP2 lists a module's parameters through `module.named_parameters(recurse=False)`. From `dedicate_params` until
+the model itself is an `FSDPModule` (or is run), that one call leaves the dedicated ones out on the modules that
+hold them, by an instance attribute; every other way to list parameters shows them all the time. No longer: the
+same call is the one by which frameworks initialise and load. `fully_shard(ignored_params=...)` does the same if
+the user passes `dmuon.dedicated_parameters(model)`.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
@@ -35,15 +37,16 @@ class Schedule:
     divisor: float | None = None
 
 
-def hide_from_fully_shard(module: nn.Module, attributes: set[str]) -> None:
-    """Leave `attributes` out of `module.named_parameters(recurse=False)`, until `unhide`."""
+def hide_from_fully_shard(module: nn.Module, attributes: set[str], root: nn.Module) -> None:
+    """Leave `attributes` out of `module.named_parameters(recurse=False)`, until `root` is wrapped or `unhide`."""
 
     def named_parameters(
         prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         # The class is looked up at the call: fully_shard changes it.
         every = type(module).named_parameters(module, prefix, recurse, remove_duplicate)
-        hidden = set() if recurse else {id(module._parameters[name]) for name in attributes}
+        over = recurse or isinstance(root, FSDPModule)
+        hidden = set() if over else {id(module._parameters[name]) for name in attributes}
         yield from ((name, param) for name, param in every if id(param) not in hidden)
 
     module.__dict__["named_parameters"] = named_parameters
@@ -69,6 +72,22 @@ def managed_parameters(model: nn.Module) -> set[int]:
                 managed.add(id(getattr(param, "_unsharded_param", None)))
     managed.discard(id(None))
     return managed
+
+
+def reshards_after_forward(module: nn.Module | None, root: nn.Module) -> bool:
+    """Whether a module wrapped by `fully_shard` frees its weights between forward and backward.
+
+    As for FSDP2, the outermost module does not unless it was told to. A module without parameters of its own
+    has nowhere to keep what it was told, and frees them.
+    """
+    if module is None:
+        return True
+    for group in _param_groups(module):
+        is_root_by_default = module is root and getattr(
+            fully_shard.state(module), "_auto_reshard_after_forward", False  # type: ignore[attr-defined]
+        )
+        return group.post_forward_mesh_info is not None and not is_root_by_default
+    return module is not root
 
 
 def _param_groups(module: nn.Module) -> list[Any]:
@@ -168,39 +187,11 @@ def reshard(model: nn.Module) -> None:
         module.reshard()  # type: ignore[operator]
 
 
-def enclosing(name: str, boundaries: Container[str]) -> str | None:
-    """The innermost of the modules `boundaries` (by name) that contains the module `name`, or is it.
+def accumulates_into(params: Iterable[nn.Parameter | None]) -> bool:
+    """Inside a backward: whether it will add to the gradient of any of these.
 
-    boundaries: a dict or a set; asked once per level of the name, however many they are.
+    Not in one for the gradients of other tensors (`torch.autograd.grad`), nor for weights that its graph does
+    not use. A private name of torch's; without it, what such a backward leaves out would not be noticed.
     """
-    while name not in boundaries:
-        if not name:
-            return None
-        name = name.rpartition(".")[0]
-    return name
-
-
-def block_modules(model: nn.Module) -> dict[str, nn.Module]:
-    """The repeated blocks of a model: the elements of its outermost module lists, whatever they are called.
-
-    An element that cannot be called itself (a ModuleDict of layers, say) stands for its children. Elements
-    that are single layers (a Sequential of Linear and ReLU) are no blocks.
-    """
-    blocks: dict[str, nn.Module] = {}
-
-    def visit(name: str, module: nn.Module) -> None:
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            is_list = isinstance(module, (nn.ModuleList, nn.Sequential))
-            if is_list and is_callable(child) and any(True for _ in child.children()):
-                blocks[path] = child
-            else:
-                visit(path, child)
-
-    visit("", model)
-    return blocks
-
-
-def is_callable(module: nn.Module) -> bool:
-    """Whether the module has a forward of its own, so that hooks on it can fire."""
-    return type(module).forward is not nn.Module.forward or "forward" in module.__dict__  # torch.compile's
+    edges = (torch.autograd.graph.get_gradient_edge(p) for p in params if p is not None and p.requires_grad)
+    return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)  # type: ignore[attr-defined]

@@ -1,18 +1,33 @@
 """Where things live: the data-parallel mesh as dmuon sees it, and the owner coordinate on it.
 
-Every layout is a value here. FSDP2 on one mesh dim and HSDP on two differ in `replicate_size` alone, DDP in
-`replicated`; the engine reads these values and has no code of its own for any layout.
+Every layout is a value here: a grid of rows, whose ranks shard the model together, and columns, whose ranks
+keep the same. FSDP2 is one row, HSDP several, DDP rows of one rank. The engine reads the two sizes and has no
+code of its own for any layout.
+
+A rank's place in a row or column is its rank in that process group, not its coordinate on the mesh: where the
+ranks of a mesh do not ascend, the two differ, and torch's collectives and FSDP2 go by the former.
 """
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+_worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict] = weakref.WeakKeyDictionary()
+
+
+def per_world() -> dict:
+    """What is made once and shared by all models: it lives as long as the default process group.
+
+    Not an attribute of a mesh, which would be pickled with every DTensor on it.
+    """
+    assert dist.group.WORLD is not None
+    return _worlds.setdefault(dist.group.WORLD, {})
 
 
 @dataclass(frozen=True)
@@ -20,7 +35,7 @@ class Owner:
     """The coordinate on the data-parallel mesh that keeps a dedicated parameter.
 
     `shard` selects the rank inside each row (the ranks that shard the model together), `replicate` the row
-    whose copy is the true one. Without HSDP `replicate` is 0.
+    whose copy is the true one. FSDP2 has one row; under DDP every rank is a row.
     """
 
     shard: int
@@ -32,28 +47,34 @@ class DataParallelLayout:
     """The data-parallel mesh, this rank's place on it, and the ranks it talks to.
 
     `mesh` is the very mesh that FSDP2 is given: `(shard,)`, or `(replicate, shard)` under HSDP, so that
-    dedicated and base parameters meet in the same DTensor operations.
-
-    Under DDP (`replicated`) the one mesh dim is the row: the owner's weights go to all of it after every
-    step, and stay there.
+    dedicated and base parameters meet in the same DTensor operations. Under DDP it is `(replicate, 1)`.
     """
 
     mesh: DeviceMesh
-    row: tuple[int, ...]  # global ranks that share my replicate coordinate, by shard coordinate
-    column: tuple[int, ...]  # global ranks that share my shard coordinate, by replicate coordinate
+    given: DeviceMesh  # as the user gave it: under DDP it has one dim
+    ranks: tuple[tuple[int, ...], ...]  # global ranks, [replicate][shard]
     here: Owner  # my own coordinate
-    replicated: bool = False  # DDP: every rank of the row keeps the gathered weights all the time
     _joint: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, repr=False, compare=False)
 
     @property
+    def row(self) -> tuple[int, ...]:
+        """Global ranks that share my replicate coordinate, by shard coordinate."""
+        return self.ranks[self.here.replicate]
+
+    @property
+    def column(self) -> tuple[int, ...]:
+        """Global ranks that share my shard coordinate, by replicate coordinate."""
+        return tuple(row[self.here.shard] for row in self.ranks)
+
+    @property
     def shard_size(self) -> int:
-        """Number of ranks in a row."""
-        return len(self.row)
+        """Number of ranks in a row; 1 under DDP."""
+        return len(self.ranks[0])
 
     @property
     def replicate_size(self) -> int:
-        """Number of rows; 1 without HSDP."""
-        return len(self.column)
+        """Number of rows; 1 with FSDP2 on one mesh dim."""
+        return len(self.ranks)
 
     @property
     def size(self) -> int:
@@ -61,13 +82,16 @@ class DataParallelLayout:
         return self.shard_size * self.replicate_size
 
     @property
+    def is_ddp(self) -> bool:
+        """Whether the user asked for a model that stays whole on every rank."""
+        return self.given is not self.mesh
+
+    @property
     def device(self) -> torch.device:
         """The device on which this rank keeps its parameters."""
-        if self.mesh.device_type == "cpu":
-            return torch.device("cpu")
-        return torch.device(
-            self.mesh.device_type, torch.get_device_module(self.mesh.device_type).current_device()
-        )
+        kind = self.mesh.device_type
+        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
+        return torch.device(kind, index)
 
     def owner_of_slot(self, slot: int) -> Owner:
         """Slot `i` of the assignment as a coordinate: shard first, so that early slots fill a row."""
@@ -79,22 +103,19 @@ class DataParallelLayout:
 
     def global_rank(self, owner: Owner) -> int:
         """The global rank at a data-parallel coordinate (of this rank's own slice of the mesh)."""
-        return self._ranks[owner.replicate][owner.shard]
-
-    @cached_property
-    def _ranks(self) -> list[list[int]]:
-        """Global ranks, [replicate, shard]."""
-        return self.mesh.mesh.view(-1, self.shard_size).tolist()
+        return self.ranks[owner.replicate][owner.shard]
 
     def coordinate_of(self, rank: int) -> Owner | None:
         """The data-parallel coordinate of any global rank; None if it is not on the root mesh."""
-        root, names = root_mesh(self.mesh), self.mesh.mesh_dim_names
-        where = (root.mesh == rank).nonzero()
-        if len(where) == 0:
+        root, names = root_mesh(self.given), self.given.mesh_dim_names
+        theirs, mine = (root.mesh == rank).nonzero(), (root.mesh == dist.get_rank()).nonzero()
+        if len(theirs) == 0:
             return None
-        index = [root.mesh_dim_names.index(n) for n in names] if names and root.mesh_dim_names else [0]
-        coordinate = [int(where[0][i]) for i in index]
-        return Owner(coordinate[-1], coordinate[0] if self.mesh.ndim == 2 else 0)
+        for dim in [root.mesh_dim_names.index(n) for n in names] if names and root.mesh_dim_names else [0]:
+            mine[0][dim] = theirs[0][dim]
+        twin = int(root.mesh[tuple(mine[0].tolist())])  # who has their coordinate in this rank's slice
+        found = [(r, row.index(twin)) for r, row in enumerate(self.ranks) if twin in row]
+        return Owner(found[0][1], found[0][0]) if found else None
 
     def with_tp(self, mesh: DeviceMesh) -> DeviceMesh:
         """The data-parallel dims and behind them those of a tensor-parallel mesh; one object for all
@@ -111,15 +132,6 @@ class DataParallelLayout:
         """Whether this rank is the owner: it keeps momentum and gradient and runs Newton-Schulz."""
         return self.here == owner
 
-    @property
-    def publish_ranks(self) -> tuple[int, ...]:
-        """Those who keep a weight and get the new one after a step: the column, under DDP the row."""
-        return self.row if self.replicated else self.column
-
-    def publish_source(self, owner: Owner) -> int:
-        """Position of the owner in `publish_ranks`."""
-        return owner.shard if self.replicated else owner.replicate
-
     def weight_placements(self) -> tuple[Placement, ...]:
         """Placements of a resting weight, which are FSDP2's own."""
         return (Shard(0),) if self.mesh.ndim == 1 else (Replicate(), Shard(0))
@@ -128,28 +140,32 @@ class DataParallelLayout:
         """Placements of what lives on the one owner: gradient and momentum."""
         return (Shard(0),) if self.mesh.ndim == 1 else (Shard(0), Shard(0))
 
-    def broadcast_from_owner(self, whole: torch.Tensor, owner: Owner) -> None:
-        """Bring a tensor from the owner to all data-parallel ranks, in place: down its column, then along
-        the rows. Synchronous, on the mesh's own process groups."""
-        if self.replicate_size > 1 and self.keeps_weight(owner):
-            dist.broadcast(whole, self.column[owner.replicate], group=self.mesh.get_group(0))
+    def broadcast_down(self, kept: torch.Tensor, owner: Owner) -> None:
+        """Bring a tensor from the owner to its replicas, in place; those who keep the weight call it.
+        Synchronous, on the mesh's own process group."""
+        if self.replicate_size > 1:
+            dist.broadcast(kept, self.column[owner.replicate], group=self.mesh.get_group(0))
+
+    def broadcast_along(self, whole: torch.Tensor, owner: Owner) -> None:
+        """Bring a tensor from those who keep the weight to their rows, in place. As `broadcast_down`."""
         if self.shard_size > 1:
             dist.broadcast(whole, self.row[owner.shard], group=self.mesh.get_group(self.mesh.ndim - 1))
 
     @classmethod
     def from_meshes(
-        cls, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None = None, *, replicated: bool = False
+        cls, mesh: DeviceMesh, replicate_mesh: DeviceMesh | None = None, *, ddp: bool = False
     ) -> DataParallelLayout:
         """Read the layout off the meshes the user passed.
 
         Args:
             mesh: the 1-D mesh that shards, or the 2-D `(replicate, shard)` mesh of HSDP.
             replicate_mesh: the 1-D mesh that replicates, from the same root mesh as `mesh`.
-            replicated: for DDP: `mesh` has one dim, over which the model is whole on every rank.
+            ddp: `mesh` has one dim, over which the model is whole on every rank.
 
         Raises:
             TypeError: if an argument is not a DeviceMesh.
-            ValueError: for another number of dims, unnamed dims under HSDP, or meshes of different roots.
+            ValueError: for another number of dims, unnamed dims under HSDP, meshes of different roots, or
+                ranks in an order that is not one of whole rows and columns.
         """
         for name, value in (("mesh", mesh), ("replicate_mesh", replicate_mesh)):
             absent = name == "replicate_mesh" and value is None
@@ -157,7 +173,7 @@ class DataParallelLayout:
                 raise TypeError(f"{name} must be a DeviceMesh, got {type(value).__name__}")
         if replicate_mesh is not None:
             mesh = _hsdp_mesh(mesh, replicate_mesh)
-        if replicated and mesh.ndim != 1:
+        if ddp and mesh.ndim != 1:
             raise ValueError(
                 f"for DDP, mesh must have one dim, got {mesh.ndim}. Pass the data-parallel slice, such as "
                 'mesh["dp"]; several dims can be made one: mesh["replicate", "shard"]._flatten("dp").'
@@ -172,13 +188,50 @@ class DataParallelLayout:
                 "a two-dimensional mesh needs mesh_dim_names, as fully_shard does: "
                 'init_device_mesh(..., mesh_dim_names=("replicate", "shard"))'
             )
-        coordinate = mesh.get_coordinate()
-        if coordinate is None:
+        if mesh.get_coordinate() is None:
             raise ValueError(f"rank {dist.get_rank()} is not part of {mesh}")
-        row = dist.get_process_group_ranks(mesh.get_group(mesh.ndim - 1))
-        column = dist.get_process_group_ranks(mesh.get_group(0)) if mesh.ndim == 2 else [dist.get_rank()]
-        here = Owner(coordinate[-1], coordinate[0] if mesh.ndim == 2 else 0)
-        return cls(mesh, tuple(row), tuple(column), here, replicated)
+        grid = ranks_by_group(mesh)
+        if ddp:
+            grid = grid.view(-1, 1)
+        ranks = tuple(map(tuple, grid.view(-1, grid.shape[-1]).tolist()))
+        me = dist.get_rank()
+        here = next(Owner(row.index(me), replicate) for replicate, row in enumerate(ranks) if me in row)
+        return cls(_rows_of_one(mesh) if ddp else mesh, mesh, ranks, here)
+
+
+def ranks_by_group(mesh: DeviceMesh) -> torch.Tensor:
+    """The global ranks of a mesh, indexed in each dim by the rank in that dim's process group.
+
+    Raises:
+        ValueError: if there is no such order: the dims' groups order some ranks this way and some that.
+    """
+    grid = mesh.mesh
+    for dim in range(mesh.ndim):  # a process group's ranks ascend
+        grid = grid.sort(dim).values
+    for dim in range(mesh.ndim):
+        lines = grid.movedim(dim, -1).reshape(-1, grid.shape[dim]).tolist()
+        theirs = mesh.mesh.movedim(dim, -1).reshape(-1, grid.shape[dim]).sort(-1).values.tolist()
+        if sorted(lines) != sorted(theirs):
+            raise ValueError(
+                f"the ranks of {mesh} are in an order that is not one of whole rows and columns; let them "
+                "ascend along each dim, as init_device_mesh does"
+            )
+    return grid
+
+
+def _rows_of_one(mesh: DeviceMesh) -> DeviceMesh:
+    """A mesh of one dim as (replicate, 1), on which FSDP2's HSDP is DDP. One for all models: it has process
+    groups of its own."""
+    made = per_world()
+    key = ("rows of one", root_mesh(mesh), tuple(mesh.mesh.tolist()), mesh.mesh_dim_names)
+    if key not in made:
+        name = mesh.mesh_dim_names[0] if mesh.mesh_dim_names else "dp"
+        names = (f"{name}_replicate", f"{name}_shard")
+        if mesh.mesh_dim_names and hasattr(mesh, "_unflatten"):
+            made[key] = mesh._unflatten(0, (mesh.size(), 1), names)
+        else:  # a mesh without names, or torch 2.9, where tensor parallelism under DDP is not to be had
+            made[key] = DeviceMesh(mesh.device_type, mesh.mesh.view(-1, 1), mesh_dim_names=names)
+    return made[key]
 
 
 def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh:

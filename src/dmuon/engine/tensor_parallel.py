@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Shard
 
-from .layout import wrap_local
+from .layout import ranks_by_group, wrap_local
 
 Slices = tuple[slice, ...]  # one per dim of the full tensor
 
@@ -29,6 +29,7 @@ class TensorParallel:
     ranks: tuple[int, ...]  # global ranks of this rank's TP group, by position
     position: int  # of this rank in `ranks`
     pieces: tuple[Slices, ...]  # of the full tensor, by position
+    places: tuple[tuple[int, ...], ...]  # by position: the rank in the process group of each cutting mesh dim
     copies: tuple[int, ...] = ()  # global ranks that hold the same piece as this rank, itself among them
 
     @property
@@ -78,10 +79,11 @@ class TensorParallel:
         sizes = self.mesh.shape
         return tuple(d for d, (p, n) in enumerate(zip(self.placements, sizes, strict=True)) if _cuts(p, n))
 
-    def shared_group(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
-        """The mesh's own process group of these ranks; None if no single mesh dim has it."""
-        same = (g for g in self.mesh.get_all_groups() if tuple(dist.get_process_group_ranks(g)) == ranks)
-        return next(same, None)
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The mesh's own process group of `ranks`; None if no single mesh dim has it."""
+        groups = self.mesh.get_all_groups()
+        return next((g for g in groups if tuple(dist.get_process_group_ranks(g)) == self.ranks), None)
 
     def addend(self, gradient: DTensor) -> torch.Tensor:
         """This rank's addend of the gradient of its piece: the sum over `copies` is the whole.
@@ -108,9 +110,7 @@ class TensorParallel:
 
         Synchronous, on the mesh's own process groups.
         """
-        sizes = [self.mesh.shape[dim] for dim in self.cutting]
-        source = list(itertools.product(*map(range, sizes)))[position]
-        for dim, coordinate in zip(self.cutting, source, strict=True):
+        for dim, coordinate in zip(self.cutting, self.places[position], strict=True):
             group = self.mesh.get_group(dim)
             dist.broadcast(tensor, dist.get_process_group_ranks(group)[coordinate], group=group)
 
@@ -119,21 +119,21 @@ class TensorParallel:
         """Read the cut off a DTensor, as `parallelize_module` makes them. mesh: one that equals its own."""
         mesh, placements, shape = mesh or tensor.device_mesh, tensor.placements, tensor.shape
         cutting = [dim for dim, p in enumerate(placements) if _cuts(p, mesh.shape[dim])]
-        coordinate = mesh.get_coordinate()
-        assert coordinate is not None
-        index: list = list(coordinate)
-        for dim in cutting:
-            index[dim] = slice(None)
-        grid = mesh.mesh[tuple(index)]  # the ranks that differ from this one in cutting dims only
+        grid = ranks_by_group(mesh)
+        here = (grid == dist.get_rank()).nonzero()[0].tolist()
+        same: list = [here[dim] if dim in cutting else slice(None) for dim in range(mesh.ndim)]
+        others: list = [slice(None) if dim in cutting else here[dim] for dim in range(mesh.ndim)]
         sizes = [mesh.shape[dim] for dim in cutting]
+        places = itertools.product(*map(range, sizes))  # row-major, as the grid is
+        # In the order of a process group of these ranks, which ascends.
+        ranks, where = zip(*sorted(zip(grid[tuple(others)].flatten().tolist(), places, strict=True)), strict=True)
         pieces = tuple(
-            _slices(shape, [(placements[d].dim, n, i) for d, n, i in zip(cutting, sizes, where, strict=True)])  # type: ignore[attr-defined]
-            for where in itertools.product(*map(range, sizes))  # row-major
+            _slices(shape, [(placements[d].dim, n, i) for d, n, i in zip(cutting, sizes, place, strict=True)])  # type: ignore[attr-defined]
+            for place in where
         )
-        ranks = tuple(grid.flatten().tolist())
-        same = tuple(coordinate[dim] if dim in cutting else slice(None) for dim in range(mesh.ndim))
-        copies = tuple(mesh.mesh[same].flatten().tolist())
-        return cls(mesh, tuple(placements), shape, ranks, ranks.index(dist.get_rank()), pieces, copies)
+        copies = tuple(sorted(grid[tuple(same)].flatten().tolist()))
+        position = ranks.index(dist.get_rank())
+        return cls(mesh, tuple(placements), shape, ranks, position, pieces, where, copies)
 
 
 def _cuts(placement: Placement, size: int) -> bool:

@@ -1,0 +1,73 @@
+"""The base parameters under DDP: FSDP2 on rows of one rank, or torch's own DistributedDataParallel."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from ..selection import block_modules
+from .hooks import untraced
+from .layout import DataParallelLayout
+from .parameter import local_part
+
+_IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel asks a module for
+
+
+def shard_over_rows_of_one(model: nn.Module, layout: DataParallelLayout) -> None:
+    """Leave the base parameters to FSDP2's HSDP, whose rows have one rank: nothing is gathered, gradients are
+    all-reduced during backward."""
+    for module in (*block_modules(model).values(), model):
+        fully_shard(module, mesh=layout.mesh, reshard_after_forward=False)
+
+
+class FirstRankWins:
+    """Makes base parameters and buffers equal to the first data-parallel rank's, once, as soon as they have
+    values. Buffers that training changes later (running statistics) are each rank's own from then on."""
+
+    def __init__(self, model: nn.Module, dedicated: set[int], layout: DataParallelLayout) -> None:
+        self._model = model
+        self._dedicated = dedicated  # `id` of what is not touched
+        self._layout = layout
+        # In front of FSDP2's own hook, which reads the parameters.
+        self._handle = model.register_forward_pre_hook(untraced(lambda module, args: self()), prepend=True)
+        self._done = layout.replicate_size == 1
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Collective over the data-parallel ranks, on the mesh's own process group."""
+        tensors = [*self._model.parameters(), *self._model.buffers()]
+        if self._done or any(tensor.is_meta for tensor in tensors):
+            return
+        self._done = True
+        self._handle.remove()
+        for tensor in tensors:
+            if id(tensor) not in self._dedicated:
+                mine = local_part(tensor)
+                theirs = mine.contiguous()
+                dist.broadcast(theirs, self._layout.column[0], group=self._layout.mesh.get_group(0))
+                if theirs is not mine:
+                    mine.copy_(theirs)
+
+
+# torch's DistributedDataParallel
+
+
+def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> None:
+    """Leave parameters to us when `DistributedDataParallel(model)` is built."""
+    model.__dict__[_IGNORED] = [*getattr(model, _IGNORED, ()), *names]
+
+
+def ddp_around(model: nn.Module, inner: nn.Module) -> DistributedDataParallel | None:
+    """The DistributedDataParallel in `model` whose module is `inner`."""
+    wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
+    return next((wrapper for wrapper in wrappers if wrapper.module is inner), None)
+
+
+def ddp_ranks(wrapper: DistributedDataParallel) -> list[int]:
+    """The global ranks over which a DistributedDataParallel averages."""
+    return dist.get_process_group_ranks(wrapper.process_group)
