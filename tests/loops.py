@@ -9,8 +9,8 @@ What is left out is what FSDP2 itself cannot do, so that no run of dmuon could b
 - Reentrant recomputation of a layer that is used twice: FSDP2's own gradients are wrong.
 - With `set_requires_all_reduce(False)`, FSDP2 adds up what it has reduced so far as one flat tensor: all
   backwards until the next full one must give gradients to the same parameters.
-- Under DDP, gradients of base parameters that are not reduced yet are in `.grad`, as with torch's own
-  `no_sync`: no step, no clipping and no zeroing in place before the next backward that reduces them.
+- No step, no clipping and no state dicts while gradients are not reduced: FSDP2 would leave out those of the
+  base parameters.
 - FSDP2 keeps gathered weights after a forward that raises, whatever it is told, until the end of a backward:
   there, one comes next.
 - Loading full state dicts into FSDP2 on top of tensor parallelism: torch refuses pieces that are uneven.
@@ -44,7 +44,8 @@ WORLD_SIZES = (4, 4, 4, 4, 4, 2, 2, 2, 2, 1)  # of seeds, by their last digit
 
 @dataclass(frozen=True)
 class Use:
-    """What one forward runs: the layers in order; in those of `spare`, also the matrix used at times."""
+    """What one forward runs: the layers in order; in those of `spare`, also the matrix that is used at times,
+    like an expert. The former is the same on all ranks, the latter need not be."""
 
     route: tuple[int, ...]
     spare: tuple[int, ...] = ()
@@ -168,10 +169,6 @@ class Loop:
     gram: str  # policy of the distributed Gram form
     actions: tuple[Action, ...]
 
-    @property
-    def is_ddp(self) -> bool:
-        return "ddp" in self.sizes
-
     def __str__(self) -> str:
         lines = [f"{f.name} = {getattr(self, f.name)!r}" for f in fields(self) if f.name != "actions"]
         return "\n".join([*lines, *(f"{number:3}: {action}" for number, action in enumerate(self.actions))])
@@ -248,10 +245,6 @@ class Generator:
     def names_of(self, layer: int) -> tuple[str, ...]:
         return matrices_of(layer) + (base_of(layer) if self.has_base else ())
 
-    @property
-    def is_ddp(self) -> bool:
-        return "ddp" in self.sizes
-
     # One iteration
 
     def iteration(self, first: bool) -> None:
@@ -263,7 +256,7 @@ class Generator:
             everywhere = tuple(range(self.depth))
             self.micro(Micro((Use(everywhere, everywhere),)))
             self.all_stepped = True
-        elif not self.is_ddp and self.chance(0.2):
+        elif self.chance(0.2):
             self.without_all_reduce()
         else:
             for _ in range(self.random.choice((1, 1, 2, 2, 3))):
@@ -273,10 +266,10 @@ class Generator:
         self.finish(first)
 
     def finish(self, first: bool) -> None:
-        if self.pending and (self.is_ddp or self.chance(0.8)):
+        if self.pending:
             uses = self.uses()
             self.micro(Micro(uses, self.recompute(uses)))
-        if self.chance(0.4) and not (self.is_ddp and self.pending):
+        if self.chance(0.4):
             self.clip()
         if not (first and self.all_stepped) and self.chance(0.12):
             self.zero()  # a skipped step
@@ -284,7 +277,7 @@ class Generator:
         self.actions.append(Step(look=self.chance(0.5)))
         if self.chance(0.1):
             self.actions.append(Step(look=self.chance(0.5)))
-        if self.chance(0.9) or (self.is_ddp and self.pending):
+        if self.chance(0.9):
             self.zero()
         if self.chance(0.2):
             self.actions.append(Schedule())
@@ -299,9 +292,7 @@ class Generator:
             self.actions.append(Pair(first, second, self.random.choice(("first", "last", "sum"))))
             self.pending = False
             return
-        ways = ["sync"] * 5 + ["no_sync"] * 3 + ["nested"]
-        if not self.is_ddp:
-            ways += ["gradient_sync", "keep"]
+        ways = ["sync"] * 5 + ["no_sync"] * 3 + ["nested", "gradient_sync", "keep"]
         uses = self.uses()
         self.micro(Micro(uses, self.recompute(uses), self.random.choice(ways)))
 
@@ -339,11 +330,10 @@ class Generator:
         elif kind == "fails":
             use = self.use(least=1)
             self.actions.append(Forward((use,), self.random.randrange(len(use.route))))
-            if not self.is_ddp:
-                self.micro(Micro(self.uses()))
+            self.micro(Micro(self.uses()))
         elif kind == "zero":
             self.zero()
-        elif kind == "clip" and not (self.is_ddp and self.pending):
+        elif kind == "clip" and not self.pending:
             self.clip()
         elif kind == "freeze" and not self.pending and len(self.now_frozen) < 3:
             names = tuple(self.random.sample(self.trainable, self.random.randint(1, 2)))
@@ -357,7 +347,7 @@ class Generator:
             self.actions.append(Write(names, self.random.choice((0.9, 1.05))))
 
     def zero(self) -> None:
-        self.actions.append(ZeroGrad(self.chance(0.8) or (self.is_ddp and self.pending)))
+        self.actions.append(ZeroGrad(self.chance(0.8)))
         self.pending = False
 
     def clip(self) -> None:
@@ -379,10 +369,12 @@ class Generator:
     # Forwards
 
     def uses(self) -> tuple[Use, ...]:
-        """One for all ranks or, under DDP, one for each."""
-        if self.is_ddp and self.chance(0.6):
-            return tuple(self.use() for _ in range(self.sizes["ddp"]))
-        return (self.use(),)
+        """One for all ranks or, for other experts on each of them, several."""
+        use = self.use()
+        if self.chance(0.5):
+            return (use,)
+        spare = [tuple(sorted({i for i in use.route if self.chance(0.5)})) for _ in range(self.world_size)]
+        return tuple(Use(use.route, layers) for layers in spare)
 
     def use(self, least: int = 0) -> Use:
         layers = list(range(self.depth))
@@ -403,7 +395,7 @@ class Generator:
     def recompute(self, uses: tuple[Use, ...]) -> str:
         how = self.random.choice(("no", "no", "no", "not_reentrant", "reentrant"))
         repeats = any(len(set(use.route)) < len(use.route) for use in uses)
-        return "not_reentrant" if how == "reentrant" and repeats and not self.is_ddp else how
+        return "not_reentrant" if how == "reentrant" and repeats else how
 
 
 def loop_of(seed: int) -> Loop:

@@ -329,7 +329,9 @@ def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
     with explained(f"the broadcast of the momentum of {param.param_name} to all ranks", READ_RULE):
         if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
             param.tp.broadcast_from(state, param.tp_owner)
-        param.layout.broadcast_from_owner(state, param.coordinate)
+        if param.keeps_weight:
+            param.layout.broadcast_down(state, param.coordinate)
+        param.layout.broadcast_along(state, param.coordinate)
     return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
 
 

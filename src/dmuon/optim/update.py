@@ -87,7 +87,8 @@ def momentum_step(
     if live is None:
         momentum_buffer.lerp_(gradient, 1 - rule.momentum)
     else:
-        momentum_buffer.lerp_(gradient, (live > 0).to(momentum_buffer.dtype) * (1 - rule.momentum))
+        step = live.new_full((), 1 - rule.momentum, dtype=momentum_buffer.dtype)
+        momentum_buffer.lerp_(gradient, torch.where(live > 0, step, torch.zeros_like(step)))
     if rule.nesterov:
         return torch.lerp(gradient, momentum_buffer, rule.momentum, out=out)
     return momentum_buffer if out is None else out.copy_(momentum_buffer)
@@ -111,7 +112,8 @@ def apply_update(
             weight.mul_(factor)
         else:  # as the line above, which computes in this dtype
             dtype = torch.promote_types(weight.dtype, torch.float32)
-            weight.copy_(weight.to(dtype) * torch.where(live > 0, factor, 1.0).to(dtype))
+            decay = live.new_full((), factor, dtype=dtype)
+            weight.copy_(weight.to(dtype) * torch.where(live > 0, decay, torch.ones_like(decay)))
     weight.add_(orthogonal.to(weight.dtype), alpha=-rule.lr * scale)
 
 
