@@ -105,7 +105,8 @@ class Group:
                 param.published = param.version
 
     def leave(self, updates: Updates) -> None:
-        """Take over what a step wants done to these weights, for `publish`; `due` is empty."""
+        """Take over what a step wants done to these weights, for `publish`."""
+        assert not self.due, "an earlier step's updates have not been published"
         self.due = {param: updates[param] for param in self.params if param in updates}
         for param in self.due:
             param.published = param.version

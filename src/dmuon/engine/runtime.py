@@ -479,7 +479,7 @@ class Runtime:
         self.reduce_due()
         self.check_reduced()
         for group in self.groups:
-            if any(param.resting.grad is not None for param in group.params):
+            if group.due or any(param.resting.grad is not None for param in group.params):
                 group.publish()
             group.wait()
 
