@@ -110,7 +110,7 @@ class Peers:
     def all_to_all(
         self, receive: torch.Tensor, send: torch.Tensor, receive_splits: list[int], send_splits: list[int]
     ) -> int:
-        """Send consecutive parts of `send` to the ranks in turn, and receive theirs. Returns the bytes sent."""
+        """Send consecutive parts of `send` to the ranks in turn, receive theirs. Returns the bytes sent."""
         dist.all_to_all_single(receive, send, receive_splits, send_splits, group=self._group)
         return (send.numel() - send_splits[self.position]) * send.element_size()
 
@@ -289,21 +289,27 @@ def _wanted(
 def _agree_on(count: int, layout: DataParallelLayout, cuts: Sequence[TensorParallel]) -> None:
     """Make sure that all ranks are about to make as many process groups; else some would wait for ever.
 
+    They would, too, where some ranks have more groups than others already, since torch names new ones by that:
+    who has fewer makes some of itself alone.
+
     Raises:
         RuntimeError: on all ranks.
     """
-    extremes = torch.tensor([count, -count], dtype=torch.int64, device=layout.device)
+    held = len(dist.distributed_c10d._world.pg_names)
+    extremes = torch.tensor([count, -count, held], dtype=torch.int64, device=layout.device)
     for mesh in dict.fromkeys((layout.mesh, *(cut.mesh for cut in cuts))):
         for dim in range(mesh.ndim):
             if mesh.size(dim) > 1:
                 with explained("agreeing on process groups", "all ranks build dmuon.Muon, or run forward"):
                     dist.all_reduce(extremes, dist.ReduceOp.MAX, group=mesh.get_group(dim))
-    most, least = int(extremes[0]), -int(extremes[1])
+    most, least, most_held = int(extremes[0]), -int(extremes[1]), int(extremes[2])
     if most != least:
         raise RuntimeError(
             f"the ranks do not agree on the process groups to make: between {least} and {most} are missing. "
             "Give dmuon the same models, meshes and predicates on all ranks, in the same order."
         )
+    for _ in range(most_held - held if count else 0):
+        dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True)
 
 
 def _timeout(device: torch.device) -> timedelta | None:
