@@ -289,8 +289,8 @@ def _wanted(
 def _agree_on(count: int, layout: DataParallelLayout, cuts: Sequence[TensorParallel]) -> None:
     """Make sure that all ranks are about to make as many process groups; else some would wait for ever.
 
-    They would, too, where some ranks have more groups than others already, since torch names new ones by that:
-    who has fewer makes some of itself alone.
+    They would, too, where some ranks have more groups than others already, since torch names new ones by
+    that: who has fewer makes some of itself alone.
 
     Raises:
         RuntimeError: on all ranks.
