@@ -493,6 +493,28 @@ def test_a_linear_layer_that_takes_in_as_many_as_there_are_tokens():
     assert "into.weight" in default(lambda: Titan.named(into=nn.Linear(VOCAB, 4), inner=Transformer(depth=1)))
 
 
+def test_a_guess_takes_what_stands_beside_the_last_matrix_only():
+    """Without blocks too, where there is an embedding."""
+
+    def model() -> nn.Module:
+        inner = Titan.named(up=nn.Linear(WIDTH, 13), down=nn.Linear(13, WIDTH))
+        return Titan.named(embed=nn.Embedding(VOCAB, WIDTH), inner=inner, head=nn.Linear(WIDTH, 13))
+
+    assert default(model) == ["inner.up.weight", "inner.down.weight"]
+
+
+def test_tables_inside_of_blocks_are_no_vocabulary():
+    """Such as those of relative positions."""
+
+    def model() -> nn.Module:
+        made = Transformer(depth=1)
+        made.layers[0].positions = nn.Embedding(5, 2)
+        made.inner = Titan.named(hidden=nn.Linear(WIDTH, 5))
+        return made
+
+    assert default(model) == [*in_blocks("layers.0"), "inner.hidden.weight"]
+
+
 class Clip(nn.Module):
     """Texts and images are projected to one space, which is as wide as the texts."""
 
