@@ -521,10 +521,10 @@ def mixed_precision(shape: tuple[int, ...], explicit: bool) -> None:
     x = torch.randn(5, 6, generator=torch.Generator().manual_seed(dist.get_rank()))
     model(x, [0, 1, 2, 3]).float().square().mean().backward()
     assert seen == [torch.bfloat16]
-    numel = {b: sum(p.full_shape.numel() for p in b.params) for g in runtime.groups for b in g.buckets}
-    away = {b: n for b, n in numel.items() if b.owner.shard != runtime.layout.here.shard}
-    assert sum(away.values()) * 2 <= runtime.traffic.bytes["gather"] <= 2 * 2.5 * sum(away.values())
-    assert runtime.traffic.bytes["reduce"] >= 4 * sum(away.values())
+    here = runtime.layout.here
+    away = sum(r.full_shape.numel() for r in runtime.params if r.coordinate.shard != here.shard)
+    assert 2 * away <= runtime.traffic.bytes["gather"] <= 2 * 2.5 * away  # with resharding, most go twice
+    assert 4 * away <= runtime.traffic.bytes["reduce"] <= 4 * 1.25 * away
     for record in dmuon.get_dedicated_params(model):
         assert record.resting.dtype == record.resting.grad.dtype == torch.float32
     optimizer.step()

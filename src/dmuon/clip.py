@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .engine.collectives import explained
+from .engine.parameter import record_of
 
 _RULE = "all ranks clip, with gradients for the same parameters"
 _EPS = 1e-6  # torch's, so that the coefficient is torch's as well
@@ -64,6 +65,8 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be > 0 or math.inf, got {norm_type}")
     every = _parameters(model_or_params)
+    for reduce_due in dict.fromkeys(r.reduce_due for r in map(record_of, every) if r is not None):
+        reduce_due()
     params = [param for param in every if param.grad is not None]
     if not params:
         return torch.zeros((), device=every[0].device if every else None)

@@ -29,16 +29,14 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        for group in optimizer.param_groups:
-            for record in filter(None, map(record_of, group["params"])):
-                record.reduce_due()
+        every = [param for group in optimizer.param_groups for param in group["params"]]
+        for reduce_due in dict.fromkeys(r.reduce_due for r in map(record_of, every) if r is not None):
+            reduce_due()
         kinds: dict[Any, list[torch.Tensor]] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                if param.grad is not None:
-                    gradient = param.grad
-                    mesh = gradient.device_mesh if isinstance(gradient, DTensor) else None
-                    kinds.setdefault(mesh, []).append(param)
+        for param in every:
+            if param.grad is not None:
+                mesh = param.grad.device_mesh if isinstance(param.grad, DTensor) else None
+                kinds.setdefault(mesh, []).append(param)
         found: dict[torch.device, torch.Tensor] = {}
         for params in kinds.values():
             part = _Params(params)

@@ -55,6 +55,7 @@ class Group:
         self._communication = communication
         self._scratch = scratch
         self._filled: tuple[Version, ...] | None = None  # what the buffers hold; None: nothing
+        self._published: tuple[Version, ...] | None = None  # what all replicas have; None: not known
         self._tickets: list[Ticket[Any]] = []  # of publishes and gathers: what the weights wait for
 
     def __repr__(self) -> str:
@@ -73,36 +74,40 @@ class Group:
     @property
     def frees_weights(self) -> bool:
         """Whether `release` takes weights away from a backward that would still read them."""
-        return not all(buffer.is_resting for buffer in self.buffers)
+        return any(not buffer.is_resting for buffer in self.buffers)
 
     # Weights
 
     def gather(self) -> None:
         """Put the way of the current weights to every rank into the queue, unless they are there."""
-        self._build()
-        if self._filled == self.version:
+        versions = self._build()
+        if self._filled == versions:
             return
         self.wait()
-        self.publish()
+        self._publish(versions)
         for buffer in self.buffers:
             buffer.allocate()
         if self.frees_weights:
             self._put("gather", [buffer.gather for buffer in self.buffers if not buffer.is_resting])
-        self._filled = self.version
+        self._filled = versions
 
     def publish(self) -> None:
         """Put what is due to those who keep a copy into the queue: the update of the last step, and whole
         weights that something else has changed."""
-        self._build()
+        self._publish(self._build())
+
+    def _publish(self, versions: tuple[Version, ...]) -> None:
         if self.due:
             due, self.due = self.due, {}
             self._put("publish", [partial(buffer.publish, due) for buffer in self.buffers])
+        if self._published == versions:
+            return
         stale = [param for param in self.params if param.published != param.version]
-        if stale:
-            if stale[0].layout.replicate_size > 1:
-                self._put("publish", [partial(buffer.equalize, stale) for buffer in self.buffers])
-            for param in stale:
-                param.published = param.version
+        if stale and stale[0].layout.replicate_size > 1:
+            self._put("publish", [partial(buffer.equalize, stale) for buffer in self.buffers])
+        for param in stale:
+            param.published = param.version
+        self._published = versions
 
     def leave(self, updates: Updates) -> None:
         """Take over what a step wants done to these weights, for `publish`."""
@@ -110,6 +115,8 @@ class Group:
         self.due = {param: updates[param] for param in self.params if param in updates}
         for param in self.due:
             param.published = param.version
+        if len(self.due) == len(self.params):
+            self._published = self.version
 
     def _put(self, phase: str, work: Sequence[Any]) -> None:
         def run() -> None:
@@ -147,17 +154,18 @@ class Group:
         for param in self.params:
             param.show_resting()
 
-    def _build(self) -> None:
-        """Make the buffers; again after a change of dtype."""
+    def _build(self) -> tuple[Version, ...]:
+        """Make the buffers; again after a change of dtype. Returns the versions of the weights."""
         for param in self.params:
             param.refresh()
+        if self.buffers and all(buffer.is_current for buffer in self.buffers):
+            return self.version
+        for param in self.params:
             if param.resting.is_meta:
                 raise RuntimeError(
                     f"{param.param_name} is still on the meta device. Call model.to_empty(device=...) and "
                     "initialise the weights before the first forward."
                 )
-        if self.buffers and all(buffer.is_current for buffer in self.buffers):
-            return
         if self.unreduced:
             raise RuntimeError(
                 f"the weights of {self.name} were converted while gradients of earlier micro-batches are not "
@@ -172,6 +180,7 @@ class Group:
             for _, params in sorted(by_dtypes.items(), key=lambda item: str(item[0]))
         ]
         self._filled = None
+        return self.version
 
     # Gradients
 
@@ -180,6 +189,11 @@ class Group:
         """Whether what earlier backwards have left unreduced is to be reduced by now."""
         replicas_too = self.schedule.all_reduce or self.params[0].layout.replicate_size == 1
         return self.unreduced and self.schedule.reduce and replicas_too
+
+    @property
+    def holds_gradients(self) -> bool:
+        """Whether this rank has gradients that are still where autograd has put them."""
+        return any(param.gathered is not None and param.gathered.grad is not None for param in self.params)
 
     @property
     def is_done(self) -> bool:

@@ -157,6 +157,11 @@ class Runtime:
                     self._inside.setdefault(by_module[module], set()).add(outer)
         for param in self.params:
             param.settle, param.reduce_due = self.synchronize, self.reduce_due
+        # Where a group's own outputs cannot be hooked, the model's begin the backward.
+        self.model.register_forward_hook(
+            untraced(lambda module, args, kwargs, out: self._root_post_forward((args, kwargs), out)),
+            with_kwargs=True,
+        )
         # Before FSDP2's own hooks, which go by what a backward that raised has left.
         self.model.register_forward_pre_hook(untraced(lambda module, args: self._recover()), prepend=True)
         self._first_group = self.groups[0]
@@ -245,11 +250,7 @@ class Runtime:
             return  # a module that calls itself
         in_backward = self._in_backward
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() or not in_backward else []
-        # No leaves, where a hook would stay for ever; no inputs, whose gradient comes when all is over.
-        hooked = []
-        if torch.is_grad_enabled():
-            passed = {id(tensor) for tensor in tensors_in(inputs)}
-            hooked = [t for t in outputs if t.requires_grad and not t.is_leaf and id(t) not in passed]
+        hooked = _to_hook(inputs, outputs)
         if hooked:
             use = _Use(self, group)
             for tensor in hooked:
@@ -271,6 +272,10 @@ class Runtime:
         brought_back = bool(hooked) or not group.ran
         if brought_back and not leaks and (self._reshards(group) or not group.ran):
             group.release()
+
+    def _root_post_forward(self, inputs: Any, output: Any) -> None:
+        for tensor in _to_hook(inputs, list(tensors_in(output))) if not self._in_backward else ():
+            tensor.register_hook(lambda _: self._begin_backward())
 
     def _reshards(self, group: Group) -> bool:
         """Whether the weights are freed between forward and backward."""
@@ -432,6 +437,13 @@ class Runtime:
                 "set_requires_all_reduce(False), which still holds. Let the last backward before a step "
                 "communicate; optimizer.zero_grad() drops the gradients."
             )
+        hidden = next((group for group in self.groups if group.holds_gradients), None)
+        if hidden is not None:
+            raise RuntimeError(
+                f"{hidden.params[0].param_name} has gradients of a backward that went unnoticed: neither in what "
+                f"{hidden.name} nor in what the model returned was a tensor to be found. Return tensors, or "
+                "containers or objects that hold some; optimizer.zero_grad() drops the gradients."
+            )
         if self._fruitless and all(param.resting.grad is None for param in self.params):
             raise RuntimeError(
                 f"the backward has come to {self.params[0].param_name} and given it no gradient: it was called "
@@ -445,7 +457,7 @@ class Runtime:
         """Forget what backwards without reduction, or without an end, have left; of base parameters, too."""
         self._recover()
         self._fruitless = False
-        if any(group.unreduced for group in self.groups):
+        if any(group.unreduced or group.holds_gradients for group in self.groups):
             fsdp.drop_unreduced_gradients(self.model)
             for group in self.groups:
                 group.drop_unreduced()
@@ -540,6 +552,17 @@ class _Use:
             self._seen = task
             group.reached += 1
             runtime._boundary_begins(group)
+
+
+def _to_hook(inputs: Any, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Those whose gradient tells that the backward of a module begins.
+
+    No leaves, where a hook would stay for ever; no inputs, whose gradient comes when all is over.
+    """
+    if not torch.is_grad_enabled():
+        return []
+    passed = {id(tensor) for tensor in tensors_in(inputs)}
+    return [t for t in outputs if t.requires_grad and not t.is_leaf and id(t) not in passed]
 
 
 class _EndOfBackward:
