@@ -27,7 +27,15 @@ from .engine.parameter import DedicatedParam, record_of
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
 from .engine.tensor_parallel import TensorParallel
 from .ownership import blocks_of, choose_owners, matrices_of
-from .selection import Candidate, Predicate, candidates, hidden_matrices, tied_parameters
+from .selection import (
+    Candidate,
+    Predicate,
+    candidates,
+    hidden_matrices,
+    predicate_warning,
+    small_share_warning,
+    tied_parameters,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -218,6 +226,7 @@ def _dedicate(
         )
     chosen = chosen_parameters(model, predicate)
     _check(chosen, model)
+    _warn_of_choice(model, chosen, by_predicate=predicate is not None)
     cuts = _tensor_parallel_cuts(chosen, layout)
     if cut_goes_to is not None:
         for candidate, cut in zip(chosen, cuts, strict=True):
@@ -368,6 +377,16 @@ def _check(chosen: list[Candidate], model: nn.Module) -> None:
             raise ValueError(f"{name} has shape {shape}; only matrices (two dims) can be dedicated")
         if not param.is_floating_point():
             raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
+
+
+def _warn_of_choice(model: nn.Module, chosen: list[Candidate], *, by_predicate: bool) -> None:
+    """Log where Muon gets little, and where a predicate takes embeddings or heads."""
+    for text in (
+        small_share_warning(model, chosen),
+        predicate_warning(model, chosen) if by_predicate else None,
+    ):
+        if text is not None:
+            logger.warning("%s", text)
 
 
 def _tensor_parallel_cuts(chosen: list[Candidate], layout: DataParallelLayout) -> list[TensorParallel | None]:

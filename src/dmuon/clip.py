@@ -13,7 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
 from .engine.collectives import explained
-from .engine.parameter import record_of
+from .engine.parameter import reduce_what_is_due
+
+Source = (
+    nn.Module
+    | torch.Tensor
+    | Iterable[nn.Module]
+    | Iterable[torch.Tensor]
+    | Iterable[tuple[str, torch.Tensor]]
+)
 
 _RULE = "all ranks clip, with gradients for the same parameters"
 _EPS = 1e-6  # torch's, so that the coefficient is torch's as well
@@ -21,10 +29,12 @@ _EPS = 1e-6  # torch's, so that the coefficient is torch's as well
 
 @torch.no_grad()
 def clip_grad_norm_(
-    model_or_params: nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
+    model_or_params: Source,
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    *,
+    pipeline: DeviceMesh | dist.ProcessGroup | None = None,
 ) -> torch.Tensor:
     """Scale all gradients, in place, so that their common norm is at most `max_norm`.
 
@@ -42,13 +52,17 @@ def clip_grad_norm_(
     for the device unless `error_if_nonfinite`. Call it after backward, when the gradients are complete.
 
     Args:
-        model_or_params: a module, or parameters of one: a tensor, or an iterable of tensors or of
-            `(name, tensor)` pairs. Each counts once, however often it is listed.
+        model_or_params: a module or several (the model parts that a rank has under pipelining), or
+            parameters: a tensor, or an iterable of tensors or of `(name, tensor)` pairs. Each counts once,
+            however often it is listed.
         max_norm: the norm allowed, >= 0.
         norm_type: p of the p-norm, > 0; `math.inf` for the largest absolute value.
         error_if_nonfinite: raise if the norm is NaN or infinite, on every rank, before anything is scaled.
             Otherwise the gradients are scaled by what comes out, as torch does: a NaN norm makes all of them
             NaN; an infinite one makes finite elements 0 and infinite ones NaN.
+
+        pipeline: the mesh dim, or process group, of the ranks whose stages together are the model: the norm
+            is that of all stages. All of them call it.
 
     Returns:
         The norm before clipping: a plain tensor without dims, float32 (float64 if any gradient is), on the
@@ -65,13 +79,14 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be > 0 or math.inf, got {norm_type}")
     every = _parameters(model_or_params)
-    for reduce_due in dict.fromkeys(r.reduce_due for r in map(record_of, every) if r is not None):
-        reduce_due()
+    reduce_what_is_due(every)
     params = [param for param in every if param.grad is not None]
-    if not params:
-        return torch.zeros((), device=every[0].device if every else None)
+    if not params and pipeline is None:
+        return torch.zeros((), device=_device_of(every))
     gradients = [_without_partial_sums(param) for param in params]
-    norm = _global_norm(gradients, norm_type)
+    norm = _global_norm(gradients, norm_type) if params else torch.zeros((), device=_device_of(every))
+    if pipeline is not None:
+        norm = _over_stages(norm, norm_type, pipeline)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the gradients' total norm of order {norm_type} is {norm.item()}: they cannot be clipped. Skip "
@@ -83,22 +98,38 @@ def clip_grad_norm_(
     return norm
 
 
-def _parameters(
-    source: nn.Module | torch.Tensor | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]],
-) -> list[torch.Tensor]:
+def _parameters(source: Source) -> list[torch.Tensor]:
     """The parameters meant, each once, in the order given."""
     if isinstance(source, nn.Module):
         return list(source.parameters())
     params: dict[torch.Tensor, None] = {}  # a set that keeps the order
     for item in [source] if isinstance(source, torch.Tensor) else source:
+        if isinstance(item, nn.Module):
+            params |= dict.fromkeys(item.parameters())
+            continue
         param = item[1] if isinstance(item, tuple) and len(item) == 2 else item
         if not isinstance(param, torch.Tensor):
             raise TypeError(
-                "expected a module, a tensor, or an iterable of tensors or of (name, tensor) pairs; it has a "
+                "expected modules, a tensor, or an iterable of tensors or of (name, tensor) pairs; it has a "
                 f"{type(param).__name__}"
             )
         params[param] = None
     return list(params)
+
+
+def _over_stages(norm: torch.Tensor, p: float, pipeline: DeviceMesh | dist.ProcessGroup) -> torch.Tensor:
+    """The norm over all stages of a pipeline, from that of this rank's; in float32, so that stages whose
+    gradients have other dtypes agree."""
+    if isinstance(pipeline, DeviceMesh):
+        pipeline = pipeline.get_group()
+    norms = norm.float().reshape(1)
+    if p == math.inf:
+        return _max_over([pipeline], norms, p)
+    return _sum_of_powers_over([pipeline], norms, p).pow(1 / p)
+
+
+def _device_of(params: list[torch.Tensor]) -> torch.device | None:
+    return params[0].device if params else None
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from .ownership import imbalance, loads_of, matrices_of
 from .engine.parameter import DedicatedParam
 from .engine.runtime import find_runtime
-from .selection import clean_name
+from .ownership import imbalance, loads_of, matrices_of
+from .selection import clean_name, why_not
 
 
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
@@ -38,8 +38,9 @@ def summary(model: nn.Module) -> str:
 
     `owner` is the global rank that runs Newton-Schulz for the matrix (of this rank's slice of the mesh).
     `bytes` are those of the whole tensor. The last lines say how evenly the work is spread: the busiest
-    owner's operations against the mean, and against the best that any assignment can do; and, once `Muon` is
-    built, in which dtype and with which backend it orthogonalizes.
+    owner's operations against the mean, and against the best that any assignment can do; which embeddings and
+    heads were guessed to be such; and, once `Muon` is built, in which dtype and with which backend it
+    orthogonalizes.
 
     Raises:
         ValueError: if the model has no dedicated parameters.
@@ -67,6 +68,10 @@ def summary(model: nn.Module) -> str:
             )
         )
     lines = [*_table(rows), "", *_balance(runtime.params, totals)]
+    dedicated = {param.param_name for param in runtime.params}
+    for name, reason in why_not(runtime.model).items():
+        if "guessed" in reason and name not in dedicated:
+            lines.append(f"guessed: {name} is left to AdamW ({reason.replace(': guessed', '')})")
     if runtime.orthogonalization is not None:
         lines.append(f"newton-schulz: {runtime.orthogonalization}")
     return "\n".join(lines)

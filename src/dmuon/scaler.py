@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from .engine.parameter import record_of
+from .engine.parameter import reduce_what_is_due
 
 
 class GradScaler(torch.amp.GradScaler):

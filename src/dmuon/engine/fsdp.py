@@ -10,7 +10,7 @@ the user passes `dmuon.dedicated_parameters(model)`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
         for module, old in before:
             module.set_requires_gradient_sync(old.reduce, recurse=False)  # type: ignore[operator]
             module.set_requires_all_reduce(old.all_reduce, recurse=False)  # type: ignore[operator]
+
+
+def call_when_reduced(model: nn.Module, callback: Callable[[torch.Tensor], None]) -> None:
+    """Call back whenever FSDP2 has reduced the gradient of a parameter, which is trainable now."""
+    for module in sharded_modules(model).values():
+        for group in _param_groups(module):
+            for param in group.fsdp_params:
+                if param.sharded_param.requires_grad:
+                    param.sharded_param.register_post_accumulate_grad_hook(callback)
 
 
 def drop_unreduced_gradients(model: nn.Module) -> None:

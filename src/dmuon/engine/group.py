@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -23,8 +24,8 @@ class Group:
     Attributes:
         ran: the group takes part in the next reduction: it has run in a forward with gradients, or has been
             reached by a backward, since the last one.
-        uses: how many calls with gradients a backward may still come to.
-        reached: how many of them the running backward has come to.
+        uses: by forward of the model, how many calls with gradients a backward may still come to.
+        reached: likewise, how many of them the running backward has come to.
         unreduced: it has gradients of earlier backwards that were not, or not fully, reduced.
         schedule: what the running backward is to do with gradients and weights.
         due: what the last step has left to be published.
@@ -47,8 +48,8 @@ class Group:
         self.buffers: list[Buffer] = []
         self.depth = 0  # how many calls of the module's forward are under way
         self.ran = False
-        self.uses = 0
-        self.reached = 0
+        self.uses: Counter[int] = Counter()
+        self.reached: Counter[int] = Counter()
         self.unreduced = False
         self.schedule = Schedule()
         self.due: dict[DedicatedParam, Update] = {}
@@ -198,7 +199,7 @@ class Group:
     @property
     def is_done(self) -> bool:
         """Whether the running backward will not come to the group again, as far as its forward tells."""
-        return self.reached >= self.uses
+        return all(count >= self.uses[forward] for forward, count in self.reached.items())
 
     def reduce(self) -> Ticket[list[Gradient]]:
         """Put the reduction of what this rank has into the queue; zeros for what it does not have."""
@@ -228,8 +229,8 @@ class Group:
 
     def end_backward(self) -> None:
         """Forget what belongs to one backward."""
-        self.uses = max(0, self.uses - self.reached)
-        self.reached = 0
+        self.uses -= self.reached
+        self.reached.clear()
         self.ran = False
         self.retire()
 
@@ -241,6 +242,7 @@ class Group:
 
     def abort(self) -> None:
         """Drop what an iteration that raised has left behind."""
-        self.depth = self.uses = 0
+        self.depth = 0
+        self.uses.clear()
         self.end_backward()
         self.drop_unreduced()

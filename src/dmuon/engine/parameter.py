@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from math import prod
 from typing import Any, cast
 
@@ -71,7 +72,7 @@ class DedicatedParam:
         self.settle: Callable[[], None] = _nothing
         self.reduce_due: Callable[[], None] = _nothing
         self._epoch = 0
-        self._nowhere: dict[torch.dtype, DTensor] = {}  # gradients of a rank that keeps none
+        self._nowhere: dict[tuple[torch.dtype, bool], DTensor] = {}  # gradients of a rank that keeps none
 
         source = cast(nn.Parameter, module._parameters[attribute])
         self.full_shape = source.shape
@@ -230,6 +231,9 @@ class DedicatedParam:
             # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
             # stead; a weak reference, so that the parameter does not keep the engine alive.
             self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
+            # Zero-bubble pipelining looks for a parameter's gradient by a view of it, where torch would fail
+            # on some ranks, and on others find nothing.
+            self.resting.view_as = partial(_refuse_view, self.param_name)  # type: ignore[assignment]
 
     @torch.no_grad()
     def piece(self) -> torch.Tensor:
@@ -314,9 +318,9 @@ class DedicatedParam:
         dtype = self.resting.dtype
         if self.resting.grad is None:
             if local is None:  # nothing to see in it: one serves every step
-                gradient = self._nowhere.get(dtype)
-                if gradient is None or gradient.placements != self.owner_placements:
-                    gradient = self._nowhere[dtype] = self.wrap_owned(None, dtype)
+                gradient = self._nowhere.get((dtype, self.in_pieces))
+                if gradient is None:
+                    gradient = self._nowhere[dtype, self.in_pieces] = self.wrap_owned(None, dtype)
             else:
                 gradient = self.wrap_owned(local, dtype)
             self.resting.grad = gradient
@@ -398,6 +402,14 @@ class DedicatedParam:
         return self.tp.wrap(local).full_tensor()
 
 
+def _refuse_view(name: str, other: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError(
+        f"{name} is a dedicated parameter, whole on its owner, and has no view. Zero-bubble schedules of "
+        "torch.distributed.pipelining (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
+        "ScheduleDualPipeV) ask for one: use ScheduleGPipe, Schedule1F1B or ScheduleInterleaved1F1B."
+    )
+
+
 def _nothing() -> None:
     """For a parameter whose engine has not started."""
 
@@ -411,6 +423,13 @@ def record_of(tensor: torch.Tensor) -> DedicatedParam | None:
     """The dedicated parameter, of whatever model, whose resting parameter `tensor` is."""
     answer = getattr(tensor, "__dict__", {}).get("full_tensor")
     return answer.param() if isinstance(answer, _FullTensor) else None
+
+
+def reduce_what_is_due(tensors: Iterable[torch.Tensor]) -> None:
+    """Reduce the gradients of dedicated parameters among `tensors` that are due; on all ranks."""
+    records = filter(None, map(record_of, tensors))
+    for reduce_due in dict.fromkeys(record.reduce_due for record in records):  # once for each model
+        reduce_due()
 
 
 class _FullTensor:

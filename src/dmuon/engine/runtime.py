@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "_dmuon_runtime"
 _PUBLISHED_AHEAD = 2  # groups whose updates a step sends at once
+_RECOMPUTATION = -1  # in place of the number of a forward
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +88,7 @@ class Runtime:
         self._group_before: dict[Group, Group] = {}  # the same, seen from behind
         self._first_group: Group | None = None
         self._last_group: Group | None = None  # of the forward under way
+        self._forward = 0  # its number
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
         self._unfinished = False  # a backward has begun and its end has not been reached
         self._open: list[Group] = []  # the running backward has come to them, and not reduced them yet
@@ -157,6 +159,7 @@ class Runtime:
                     self._inside.setdefault(by_module[module], set()).add(outer)
         for param in self.params:
             param.settle, param.reduce_due = self.synchronize, self.reduce_due
+        fsdp.call_when_reduced(self.model, self._base_reduced)
         # Where a group's own outputs cannot be hooked, the model's begin the backward.
         self.model.register_forward_hook(
             untraced(lambda module, args, kwargs, out: self._root_post_forward((args, kwargs), out)),
@@ -219,6 +222,7 @@ class Runtime:
         if self._in_backward:
             return
         self._end_of_order()
+        self._forward += 1
         if any(param.in_pieces for param in self.params):
             # These publishes compute. Inside a layer, that would be in the sight of whatever watches its
             # operations, such as selective activation checkpointing.
@@ -252,7 +256,7 @@ class Runtime:
         outputs = list(tensors_in(output)) if torch.is_grad_enabled() or not in_backward else []
         hooked = _to_hook(inputs, outputs)
         if hooked:
-            use = _Use(self, group)
+            use = _Use(self, group, _RECOMPUTATION if in_backward else self._forward)
             for tensor in hooked:
                 tensor.register_hook(use)
         if in_backward:
@@ -265,7 +269,7 @@ class Runtime:
             if not (group.ran or leaks):
                 group.release()
             return
-        group.uses += bool(hooked)
+        group.uses[self._forward] += bool(hooked)
         if hooked or group.is_trainable:
             group.ran = True
         # Without an output to hook, nothing would bring the weights back: they stay.
@@ -406,6 +410,12 @@ class Runtime:
 
     # Between backward and step
 
+    def _base_reduced(self, _: torch.Tensor) -> None:
+        """FSDP2 has reduced a gradient. Outside of a backward it is pipelining that asks for it, and scales
+        all gradients next."""
+        if torch._C._current_graph_task_id() == -1:
+            self.reduce_due()
+
     def reduce_due(self) -> None:
         """Reduce what backwards without reduction have left, where FSDP2's switches ask for it by now.
 
@@ -447,10 +457,8 @@ class Runtime:
         if self._fruitless and all(param.resting.grad is None for param in self.params):
             raise RuntimeError(
                 f"the backward has come to {self.params[0].param_name} and given it no gradient: it was called "
-                "for the gradients of other tensors, as torch.autograd.grad is, and as zero-bubble schedules "
-                "of torch.distributed.pipelining do (ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble, "
-                "ScheduleDualPipeV), which do not work with dedicated parameters. Use ScheduleGPipe, "
-                "Schedule1F1B or ScheduleInterleaved1F1B."
+                "for the gradients of other tensors alone, as torch.autograd.grad is. Call backward for those "
+                "of the weights before the step."
             )
 
     def drop_unreduced_gradients(self) -> None:
@@ -501,7 +509,7 @@ class Runtime:
         On all ranks, with the same parameters; all that was due before has been sent.
         """
         for group in self.groups:
-            group.uses = 0  # graphs of before are of other weights
+            group.uses.clear()  # graphs of before are of other weights
             group.leave(updates)
         if self.layout.shard_size == 1:  # no gather could be kept waiting by them
             ahead: Sequence[Group] = self.groups
@@ -526,9 +534,10 @@ class Runtime:
 class _Use:
     """The hook on the outputs of one call of a boundary's forward: its backward begins."""
 
-    def __init__(self, runtime: Runtime, group: Group) -> None:
+    def __init__(self, runtime: Runtime, group: Group, forward: int) -> None:
         self._runtime = runtime
         self._group = group
+        self._forward = forward
         self._version = group.version
         self._seen = -1  # the backward that has been here
 
@@ -550,7 +559,7 @@ class _Use:
         task = torch._C._current_graph_task_id()
         if self._seen != task:
             self._seen = task
-            group.reached += 1
+            group.reached[self._forward] += 1
             runtime._boundary_begins(group)
 
 
