@@ -159,7 +159,8 @@ class Runtime:
                     self._inside.setdefault(by_module[module], set()).add(outer)
         for param in self.params:
             param.settle, param.reduce_due = self.synchronize, self.reduce_due
-        fsdp.call_when_reduced(self.model, self._base_reduced)
+        reduced = weakref.WeakMethod(self._base_reduced)  # what hooks of tensors refer to is never freed
+        fsdp.call_when_reduced(self.model, lambda tensor: (call := reduced()) and call(tensor))
         # Where a group's own outputs cannot be hooked, the model's begin the backward.
         self.model.register_forward_hook(
             untraced(lambda module, args, kwargs, out: self._root_post_forward((args, kwargs), out)),
