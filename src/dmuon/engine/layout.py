@@ -27,6 +27,8 @@ def per_world() -> dict:
     Not an attribute of a mesh, which would be pickled with every DTensor on it.
     """
     assert dist.group.WORLD is not None
+    if dist.group.WORLD not in _worlds:
+        _worlds.clear()  # of one that has been destroyed: a mesh in it may be what keeps it alive
     return _worlds.setdefault(dist.group.WORLD, {})
 
 
@@ -90,8 +92,9 @@ class DataParallelLayout:
     def device(self) -> torch.device:
         """The device on which this rank keeps its parameters."""
         kind = self.mesh.device_type
-        index = None if kind == "cpu" else torch.get_device_module(kind).current_device()
-        return torch.device(kind, index)
+        if kind == "cpu":
+            return torch.device("cpu")
+        return torch.device(kind, torch.get_device_module(kind).current_device())
 
     def owner_of_slot(self, slot: int) -> Owner:
         """Slot `i` of the assignment as a coordinate: shard first, so that early slots fill a row."""
