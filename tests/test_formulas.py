@@ -1,22 +1,26 @@
-"""The planner's formulas, those of docs/bytes-and-memory.md, against what was really moved and kept."""
+"""The planner's numbers, those of docs/bytes-and-memory.md, against what was really moved and kept."""
 
 import math
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor, Replicate, distribute_module
 
 import dmuon
 import layouts
+from dmuon.engine.buffer import Updates
 from dmuon.engine.parameter import local_part
+from dmuon.engine.runtime import Runtime, find_runtime
 from dmuon.planner import Dtypes, Mesh, Options, Plan, from_module, plan_model
 from dmuon.planner.cut import Rule
 from dmuon.planner.memory import Rest
 from dmuon.planner.traffic import PHASES, Moves, in_sum
-from dmuon.engine.runtime import find_runtime
 from layouts import Model, is_proj, make_mesh
 from test_tensor_parallel import DDP_MESHES, MESHES
 
@@ -57,33 +61,75 @@ def run(sizes: dict[str, int], shape: tuple[int, int], variant: dict[str, Any]) 
     layouts.distribute(model, sizes, mp_policy=policy, reshard=variant.get("reshard", True))
     gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": variant.get("gram")}
     optimizer = dmuon.Muon(model, ns_dtype=torch.float32, **(gram if "gram" in variant else {}))
-    traffic = find_runtime(model).traffic
+    runtime = find_runtime(model)
     moved = []
     for _ in range(2):
         optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=policy is not None):
             model(torch.randn(4, width)).square().mean().backward()
-        optimizer.step()
+        updates = updates_of_a_step(optimizer, runtime)
         optimizer.synchronize()
+        traffic = runtime.traffic
         moved.append({phase: (n, traffic.bytes[phase]) for phase, n in traffic.collectives.items()})
         traffic.reset()
-    records = dmuon.get_dedicated_params(model)
-    owners = {r.param_name: (r.layout.slot_of(r.coordinate), r.tp_owner) for r in records}
-    return {"first": moved[0], "second": moved[1], "kept": kept(model, optimizer), "owners": owners}
+    owners = {r.param_name: (r.layout.slot_of(r.coordinate), r.tp_owner) for r in runtime.params}
+    return {
+        "first": moved[0],
+        "second": moved[1],
+        "sentence": collectives(runtime, reshard=variant.get("reshard", True)),
+        "kept": kept(model, optimizer),
+        "updates": updates,
+        "owners": owners,
+    }
+
+
+def collectives(runtime: Runtime, *, reshard: bool) -> dict[str, int]:
+    """Per group: gather 1 or 2, reduce 1; along the column 1 + 1; in the owner row 1 + 1 (where matrices stay
+    in pieces, 2 after the step), and 1 for those of which the row has copies."""
+    calls: Counter[str] = Counter()
+    for group in runtime.groups:
+        mine = [param for param in group.params if param.in_owner_row]
+        if runtime.layout.shard_size > 1:
+            calls += Counter({"gather": 2 if reshard else 1, "reduce": 1})
+        if runtime.layout.replicate_size > 1 and any(param.keeps_weight for param in group.params):
+            calls += Counter(reduce_replicas=1, publish=1)
+        if any(param.is_cut and not param.in_pieces for param in mine):
+            calls += Counter(exchange=1, publish_exchange=1)
+        if any(param.in_pieces for param in mine):
+            calls += Counter(publish_exchange=2)
+        if any(param.tp is not None and len(param.tp.copies) > 1 for param in mine):
+            calls += Counter(sum_copies=1)
+    return dict(calls)
+
+
+def updates_of_a_step(optimizer: dmuon.Muon, runtime: Runtime) -> int:
+    """Make a step; the bytes of updates that it leaves to be published."""
+    seen = []
+
+    def publish(updates: Updates) -> None:
+        orthogonal = [update.orthogonal for update in updates.values()]
+        directions = [update.gram.direction for update in updates.values() if update.gram is not None]
+        seen.append(sum(storages(t for t in [*orthogonal, *directions] if t is not None).values()))
+        type(runtime).publish(runtime, updates)
+
+    runtime.publish = publish
+    optimizer.step()
+    del runtime.publish
+    return seen[0]
 
 
 def kept(model: Model, optimizer: dmuon.Muon) -> Rest:
     """Bytes that this rank keeps, after a step and before `zero_grad`."""
     records = dmuon.get_dedicated_params(model)
-    gathered = storages(record.gathered for record in records)
     resting = {id(record.resting) for record in records}
+    same = storages(record.resting for record in records).keys()
+    gathered = [r.gathered for r in records if not storages([r.gathered]).keys() & same]
     base = [param for param in model.parameters() if id(param) not in resting]
     moments = [optimizer.state[param][name] for param in base for name in ("exp_avg", "exp_avg_sq")]
     return Rest(
-        weights=nbytes(r.resting for r in records if not gathered.keys() & storages([r.resting]).keys()),
+        weights=nbytes(r.resting for r in records) + sum(storages(gathered).values()),
         momentum=nbytes(optimizer.state[r.resting]["momentum_buffer"] for r in records),
         gradients=nbytes(r.resting.grad for r in records),
-        gathered=sum(gathered.values()),
         base_weights=nbytes(base),
         base_moments=nbytes(moments),
         base_gradients=nbytes(param.grad for param in base),
@@ -103,7 +149,7 @@ def planned(sizes: dict[str, int], shape: tuple[int, int], variant: dict[str, An
     with torch.device("meta"):
         model = from_module(Model(*shape), predicate=is_proj)
     options = Options(
-        dtypes=Dtypes(compute=2, reduce=8) if variant.get("mixed") else Dtypes(),
+        dtypes=Dtypes(compute=torch.bfloat16, reduce=torch.float64) if variant.get("mixed") else Dtypes(),
         reshard=variant.get("reshard", True),
         gram_policy=variant.get("gram", "never"),
         tp_plan={**TP_PLAN, "mix_proj": Rule("replicate")} if variant.get("copies") else TP_PLAN,
@@ -136,9 +182,11 @@ def test_collectives_bytes_and_memory_are_those_of_the_formulas(ranks, sizes, sh
         for rank, by_variant in enumerate(answers):
             seen = by_variant[index]
             assert seen["owners"] == owners, variant
+            assert {phase: calls for phase, (calls, _) in seen["second"].items()} == seen["sentence"], variant
             assert seen["second"] == plan.moves_of(rank), (variant, rank)
             assert seen["first"] == in_sum(plan.moves_of(rank), plan.start_of(rank)), (variant, rank)
             assert seen["kept"] == plan.rest_of(rank), (variant, rank)
+            assert seen["updates"] == plan.updates.flatten()[rank], (variant, rank)
             assert by_phase(plan.moves.flatten(0, 1)[rank]) == plan.moves_of(rank)
             assert Rest(*plan.rest.flatten(0, 1)[rank].tolist()) == plan.rest_of(rank)
 
@@ -147,3 +195,55 @@ def by_phase(table: torch.Tensor) -> Moves:
     return {
         phase: (calls, size) for phase, (calls, size) in zip(PHASES, table.tolist(), strict=True) if calls
     }
+
+
+# Compared with FSDP2
+
+
+def between_rows(*, dedicated: bool) -> tuple[int, Mapping[str, int], list[list[tuple[int, int]]]]:
+    """What this rank moves between the rows of HSDP in a step, all in bfloat16: FSDP2's bytes, dmuon's by
+    phase; and the owners of each group."""
+    mesh, model = make_mesh({"replicate": 2, "shard": 2}), Model(*EVEN)
+    if dedicated:
+        layouts.dedicate(model, mesh)
+    layouts.shard(model, mesh, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    optimizer = dmuon.Muon(model, ns_dtype=torch.bfloat16) if dedicated else None
+    x = torch.randn(4, EVEN[0])
+    with torch.no_grad():
+        model(x)  # initial weights are sent
+    if dedicated:
+        find_runtime(model).traffic.reset()
+    sizes: list[int] = []
+    all_reduce, column = dist.all_reduce, mesh.get_group("replicate")
+
+    def spy(tensor: torch.Tensor, *args: Any, group: Any = None, **kwargs: Any) -> Any:
+        if group is column:
+            sizes.append(tensor.nbytes)  # each rank's share of 2 (R - 1) times this
+        return all_reduce(tensor, *args, group=group, **kwargs)
+
+    dist.all_reduce = spy
+    try:
+        model(x).float().square().mean().backward()
+    finally:
+        dist.all_reduce = all_reduce
+    if optimizer is None:
+        return sum(sizes), {}, []
+    optimizer.step()
+    optimizer.synchronize()
+    runtime = find_runtime(model)
+    owners = [[(p.coordinate.shard, p.coordinate.replicate) for p in g.params] for g in runtime.groups]
+    return sum(sizes), runtime.traffic.bytes, owners
+
+
+def test_between_rows_hsdp_moves_what_fsdp2_does(ranks):
+    plain = sum(nbytes for nbytes, *_ in ranks(4, between_rows, dedicated=False))
+    answers = ranks(4, between_rows, dedicated=True)
+    moved = {
+        phase: sum(by_phase[phase] for _, by_phase, _ in answers) for phase in ("reduce_replicas", "publish")
+    }
+    # A count for each matrix each way: 2 bytes, those of one owner padded to 16.
+    counts = sum(-(-2 * n // 16) * 16 for owners in answers[0][2] for n in Counter(owners).values())
+    base = sum(nbytes for nbytes, *_ in answers)
+    assert 0 < base < plain
+    assert moved["reduce_replicas"] == moved["publish"]
+    assert base + sum(moved.values()) == plain + 2 * counts

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import dmuon
 import layouts
-from dmuon.planner import Dtypes, Mesh, Options, Plan, from_module, plan_model
 from dmuon.engine.runtime import find_runtime
+from dmuon.planner import Dtypes, Mesh, Options, Plan, from_module, plan_model
 from test_formulas import TP_PLAN, kept
 
 HSDP = {"replicate": 16, "shard": 16, "tp": 4}

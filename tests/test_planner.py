@@ -8,6 +8,7 @@ import io
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from dmuon.engine.runtime import find_runtime
+from dmuon.engine.tensor_parallel import _slices
 from dmuon.optim.newton_schulz import operation_count
 from dmuon.planner import Dtypes, Mesh, Options, Plan, PlanError, from_module, load, plan_model
 from dmuon.planner.cli import main
@@ -24,9 +27,9 @@ from dmuon.planner.mesh import Place
 from dmuon.planner.model import Model, Parameter, choose_by_pattern, from_names
 from dmuon.planner.registry import CONFIGS
 from dmuon.planner.report import Rate, report
-from dmuon.planner.traffic import BASE_BUCKET, PHASES, Setting, of_base
-from dmuon.engine.tensor_parallel import _slices
-from test_communication import Even, gathered_bytes_during_forward
+from dmuon.planner.traffic import PHASES
+from layouts import Model as Cut
+from layouts import build, is_proj
 
 FLOAT32 = Options(dtypes=Dtypes(), ns_algorithm="auto")
 
@@ -210,7 +213,7 @@ def test_a_function_builds_the_model_on_meta(tmp_path, monkeypatch):
     (tmp_path / "planned_model.py").write_text(
         "import torch\nfrom test_planner import Llama\nnumber = 3\n"
         "def build():\n    model = Llama()\n    assert model.lm_head.weight.is_meta\n    return model\n"
-        "class Other:\n    build = staticmethod(lambda: torch.nn.Linear(2, 2))\n"
+        "class Other:\n    build = staticmethod(lambda: torch.nn.Embedding(3, 2))\n"
         "def nothing():\n    return 3\n"
     )
     monkeypatch.chdir(tmp_path)
@@ -265,10 +268,15 @@ def test_meshes_are_read():
     )
     assert mesh.place_of(4 * 8 + 4 * 2 + 3) == Place(shard=2, replicate=1, tp=3)
     assert Mesh.parse(" tp = 2 , ddp = 3 ").ranks == 6
-    assert Mesh.parse("ddp=3").ddp
+    ddp = Mesh.parse("ddp=3")  # rows of one rank
+    assert (ddp.replicate, ddp.shard, ddp.ddp) == (3, 1, True)
     assert Mesh.parse("tp=4").slots == 1
-    names = [Mesh.parse(text).row_name for text in ("dp=2", "shard=2", "replicate=2,shard=2", "ddp=2")]
-    assert names == ["dp", "shard", "shard", "ddp"]
+    assert [Mesh.parse(text).row_name for text in ("dp=2", "shard=2", "replicate=2,shard=2")] == [
+        "dp",
+        "shard",
+        "shard",
+    ]
+    assert [Mesh.parse(text).column_name for text in ("replicate=2,shard=2", "ddp=2")] == ["replicate", "ddp"]
 
 
 @pytest.mark.parametrize(
@@ -392,14 +400,21 @@ def test_averages_are_those_of_the_page_on_bytes():
     dedicated = 4 * sum(param.numel for param in even.model.dedicated)
     moved = even.moves[:, 0, :, 1].double().mean(0)
     assert moved[PHASES.index("gather")] == 2 * 7 / 8 * dedicated
-    counts = 7 / 8 * 4 * len(even.matrices)
-    assert moved[PHASES.index("reduce")] == 7 / 8 * dedicated + counts
+    assert moved[PHASES.index("reduce")] == 7 / 8 * (dedicated + counts_of(even))
     kept = plan("llama-3-8b", "dp=8", Options(dtypes=Dtypes(), reshard=False))
     assert kept.moves[..., 0, 1].double().mean() == 7 / 8 * dedicated
     rows = plan("llama-3-8b", "replicate=4,shard=2", FLOAT32)
-    assert rows.moves[:, 0, PHASES.index("publish"), 1].double().mean() == 3 / 8 * dedicated
+    for phase in ("reduce_replicas", "publish"):
+        moved = rows.moves[:, 0, PHASES.index(phase), 1].double().mean()
+        assert moved == 3 / 8 * (dedicated + counts_of(rows))
     assert rows.rest[..., 0].sum() == 4 * dedicated
     assert rows.rest[..., 1].sum() == dedicated
+
+
+def counts_of(each: Plan) -> int:
+    """Bytes of the counts of all matrices: those of each group's owners are padded."""
+    owned = Counter((m.param.block, m.slot) for m in each.matrices)
+    return sum(-(-4 * count // 16) * 16 for count in owned.values())
 
 
 def test_each_phase_is_on_its_mesh_dim():
@@ -419,18 +434,59 @@ def test_each_phase_is_on_its_mesh_dim():
         "exchange": "tp",
         "publish_exchange": "tp",
     }
-    assert dims("ddp=4") == {"reduce": "ddp", "publish": "ddp", "base": "ddp"}
+    assert dims("ddp=4") == {"reduce_replicas": "ddp", "publish": "ddp"}
+
+
+def gathered_bytes(reshard: bool) -> tuple[list[int], list[int]]:
+    """Bytes of gathered weights whenever a layer starts, in forward and (by its gradients) in backward."""
+    model = Cut(width=8, hidden=32, depth=4)
+    optimizer = build(model, {"dp": 2}, reshard=reshard)
+    runtime = find_runtime(model)
+    seen: list[int] = []
+
+    def look(*_: Any) -> None:
+        storages = [param.gathered.untyped_storage() for param in runtime.params]
+        seen.append(sum({s.data_ptr(): s.nbytes() for s in storages if s.nbytes()}.values()))
+
+    model(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    for layer in model.layers:
+        layer.norm.register_forward_pre_hook(look)
+    loss = model(torch.randn(4, 8)).square().mean()
+    forward, seen[:] = list(seen), []
+    for param in runtime.params:
+        param.gathered.register_post_accumulate_grad_hook(look)
+    loss.backward()
+    return forward, seen
 
 
 @pytest.mark.parametrize("reshard", [True, False])
 def test_gathered_weights_at_their_peak(ranks, reshard):
-    forward, backward, _ = ranks(2, gathered_bytes_during_forward, reshard)[0]
-    even = plan(from_module(Even(depth=4)), "dp=2", Options(dtypes=Dtypes(), reshard=reshard))
-    assert even.work[0].forward == max(forward)
-    one = even.moves_of(0)["reduce"], even.moves_of(1)["reduce"]  # a matrix is sent by one or the other
-    packed = sum(nbytes for _, nbytes in one) // 4
-    gradients = 4 * sum(param.numel for param in even.model.dedicated) // 4
-    assert max(backward) <= even.work[0].backward - gradients - packed
+    forward, backward = ranks(2, gathered_bytes, reshard)[0]
+    with torch.device("meta"):
+        model = from_module(Cut(width=8, hidden=32, depth=4), predicate=is_proj)
+    planned = plan(model, "dp=2", Options(dtypes=Dtypes(), reshard=reshard))
+    assert max(forward) == max(backward) == planned.work[0].gathered
+
+
+def test_gradients_at_their_peak_are_two_groups_and_a_buffer():
+    even = plan(from_names("m", [(f"h.{i}.up.weight", (8, 16)) for i in range(4)]), "dp=2")
+    packed = 2 * 8 * 16 + 16  # bfloat16, and a count that is padded
+    assert even.work[0].gathered == even.work[0].gradients - packed == 2 * 2 * 8 * 16
+
+
+def test_updates_wait_for_their_publish():
+    names = [("h.0.up_proj.weight", (8, 4)), ("h.0.mix.weight", (4, 4))]
+    sizes = {mesh: plan(from_names("m", names), mesh).updates.tolist() for mesh in ("dp=2", "ddp=2", "tp=2")}
+    assert sizes == {"dp=2": [[0], [0]], "ddp=2": [[64], [32]], "tp=2": [[64, 0]]}
+
+
+def test_under_ddp_weights_are_kept_once():
+    once = plan("gpt2", "ddp=4", FLOAT32)
+    assert once.work[0].gathered == 0
+    assert (once.rest[..., 0] == 4 * sum(param.numel for param in once.model.dedicated)).all()
+    assert plan("gpt2", "ddp=4").work[0].gathered == 2 * sum(p.numel for p in once.model.dedicated)
 
 
 def test_peaks_contain_what_rests():
@@ -517,6 +573,7 @@ KEYS = {
         "compute_bytes",
         "reduce_bytes",
         "momentum_bytes",
+        "ns_bytes",
         "reshard_after_forward",
         "ns_steps",
         "ns_algorithm",
@@ -544,7 +601,7 @@ KEYS = {
         "rate_source",
     },
     "traffic": {"phases", "by_dim", "collectives", "bytes"},
-    "memory": {"rest", "peak", "peak_rank", "peak_rank_work"},
+    "memory": {"rest", "updates", "peak", "peak_rank", "peak_rank_work"},
 }
 
 
@@ -552,11 +609,12 @@ def test_json_has_the_documented_schema():
     content = json.loads(run(*GPT2, "--mesh", "dp=4,tp=2", "--compare", "ddp=8", "--json", "--matrices"))
     matrices = content.pop("matrices")
     assert set(content) == KEYS[""]
-    assert content["schema"] == 1
+    assert content["schema"] == 2
     for each in (content, *content["compare"]):
         for key, keys in KEYS.items():
             assert key == "" or set(each[key]) == keys
         assert set(each["traffic"]["phases"][0]) == {"phase", "dim", "collectives", "bytes"}
+        assert set(each["memory"]["peak_rank_work"]) == {"gathered", "gradients", "step"}
         assert set(each["traffic"]["bytes"]) == set(each["memory"]["rest"]["total"]) == SPREAD
         assert set(each["limits"][0]) == {
             "layer",
@@ -590,6 +648,9 @@ def test_settings_reach_the_plan():
     assert usual["options"]["compute_bytes"] == usual["options"]["reduce_bytes"] == 2
     other = ask("--compute-dtype", "float32", "--reduce-dtype", "float64", "--weight-dtype", "bfloat16")
     assert [other["options"][f"{name}_bytes"] for name in ("weight", "compute", "reduce")] == [2, 4, 8]
+    phases = [each["traffic"]["phases"][-1] for each in (usual, ask("--ns-dtype", "float32"))]
+    assert [phase["phase"] for phase in phases] == 2 * ["publish_exchange"]
+    assert 2 * phases[0]["bytes"]["mean"] == phases[1]["bytes"]["mean"]
     gathers = [each["traffic"]["phases"][0]["bytes"]["mean"] for each in (usual, ask("--no-reshard"))]
     assert gathers[0] == 2 * gathers[1]
     more = ask("--ns-steps", "10")["newton_schulz"]["seconds"]
@@ -666,11 +727,3 @@ def test_the_tables_of_all_ranks_are_those_of_each(mesh):
         mine = gpt2.moves_of(rank)
         assert moves[rank] == [list(mine.get(phase, (0, 0))) for phase in PHASES]
         assert rest[rank] == list(gpt2.rest_of(rank))
-
-
-def test_base_parameters_fill_buckets_from_the_last_one_on():
-    size = BASE_BUCKET // 4  # elements of a bucket
-    setting = Setting(n=2, r=1, ddp=True)
-    assert of_base([size // 2, 4, size // 2, size // 2], setting)["base"][0] == 2
-    assert of_base([size // 2, size // 2, 4, size], setting)["base"][0] == 3
-    assert of_base([size, size // 2, size // 2], setting)["base"] == (2, 4 * (2 * size + 3))

@@ -21,7 +21,9 @@ from .report import SCHEMA, Rate, report
 from .source import load
 from .traffic import Dtypes
 
-_DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2, "float64": 8}
+_DTYPES = {
+    str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+}
 _EXAMPLES = f"""examples:
   python -m dmuon plan --model llama-3-70b --mesh replicate=16,shard=8,tp=8 --tflops 400
   python -m dmuon plan --model my_project.models:build --mesh dp=64 --compare replicate=8,shard=8
@@ -88,6 +90,7 @@ def _options(args: argparse.Namespace) -> Options:
             compute=_DTYPES[compute],
             reduce=_DTYPES[args.reduce_dtype or compute],
             momentum=_DTYPES[args.momentum_dtype],
+            newton_schulz=_DTYPES[args.ns_dtype],
         ),
         reshard=args.reshard,
         ns_steps=args.ns_steps,
@@ -110,7 +113,7 @@ def _rate(args: argparse.Namespace, plans: Sequence[Plan]) -> Rate:
 
 
 def _matrices(each: Plan) -> list[dict[str, Any]]:
-    """Where every matrix goes: coordinates as `dmuon.get_dedicated_params` has them."""
+    """Where every matrix goes."""
     return [
         {
             "name": matrix.param.name,
@@ -118,7 +121,7 @@ def _matrices(each: Plan) -> list[dict[str, Any]]:
             "owner": {
                 "shard": matrix.slot % each.mesh.shard,
                 "replicate": matrix.slot // each.mesh.shard,
-                "tp": matrix.share.tp_owner if len(matrix.share.pieces) > 1 else None,
+                "tp": matrix.share.tp_owner if matrix.share.is_cut else None,
             },
         }
         for matrix in each.matrices
@@ -194,6 +197,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
     add("--compute-dtype", choices=dtypes, default="bfloat16", help="of gathered weights (default: bfloat16)")
     add("--reduce-dtype", choices=dtypes, help="of gradients on their way (default: the compute dtype)")
     add("--momentum-dtype", choices=dtypes, default="float32", help="of momenta (default: float32)")
+    add(
+        "--ns-dtype",
+        choices=dtypes,
+        default="bfloat16",
+        help="of Newton-Schulz and updates (default: bfloat16)",
+    )
     add(
         "--reshard",
         action=argparse.BooleanOptionalAction,

@@ -1,12 +1,13 @@
-"""What a rank keeps, in bytes, as formulas: of dedicated matrices, by role, and of base parameters."""
+"""What a rank keeps, in bytes: of dedicated matrices and of base parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from .traffic import Buffer, Role, Setting, padded
+import torch
+
+from .traffic import Dtypes, Group
 
 
 class Rest(NamedTuple):
@@ -16,16 +17,13 @@ class Rest(NamedTuple):
         weights: dedicated weights that it keeps.
         momentum: of those that it owns.
         gradients: likewise, from the end of backward to `zero_grad`.
-        gathered: gathered weights that stay; under DDP, where the dtypes agree, the owner's weights are in
-            there.
-        base_weights, base_moments, base_gradients: of base parameters: its shard, or under DDP all; AdamW's
-            two moments.
+        base_weights, base_moments, base_gradients: its shard of base parameters, under DDP all; AdamW's two
+            moments.
     """
 
     weights: int = 0
     momentum: int = 0
     gradients: int = 0
-    gathered: int = 0
     base_weights: int = 0
     base_moments: int = 0
     base_gradients: int = 0
@@ -36,73 +34,69 @@ class Rest(NamedTuple):
         return sum(self)
 
 
-def in_sum(*addends: Rest) -> Rest:
+def in_sum(addends: Iterable[Rest]) -> Rest:
     """The sum of several."""
     return Rest(*map(sum, zip(*addends, strict=True)))
 
 
-def at_rest(buffer: Buffer, role: Role, tp: int, s: Setting) -> Rest:
-    """What a rank keeps of a buffer."""
-    dtypes = s.dtypes
-    numels = [share.piece(tp) for share in buffer]
-    keeps = role is not Role.OTHER and not (s.ddp and dtypes.weight == dtypes.compute)
-    state = 0
-    if role is Role.OWNER:
-        for share in buffer:
-            if len(share.pieces) == 1 or share.gram is not None:
-                state += share.piece(tp)
-            elif share.tp_owner == tp:
-                state += sum(share.pieces)
+def at_rest(group: Group, shard: int, replicate: int) -> Rest:
+    """What a rank keeps of a group."""
+    dtypes = group.dtypes
+    state = sum(share.state(group.tp) for share in group.owned.get((shard, replicate), ()))
     return Rest(
-        weights=dtypes.weight * sum(numels) if keeps else 0,
-        momentum=dtypes.momentum * state,
-        gradients=dtypes.weight * state,
-        gathered=padded(numels, dtypes.compute) if s.ddp else 0,
+        weights=dtypes.weight.itemsize * group.kept[shard],
+        momentum=dtypes.momentum.itemsize * state,
+        gradients=dtypes.weight.itemsize * state,
     )
 
 
-def of_base(numel: int, trainable: int, s: Setting) -> Rest:
+def of_updates(group: Group, shard: int, replicate: int) -> int:
+    """Bytes that an owner keeps from a step until they are published; of a Gram form, its piece."""
+    dtypes, total = group.dtypes, 0
+    for share in group.owned.get((shard, replicate), ()):
+        if share.is_cut or group.mesh.replicate > 1:
+            dtype = dtypes.newton_schulz if share.gram is None else dtypes.momentum
+            total += dtype.itemsize * share.state(group.tp)
+    return total
+
+
+def of_base(numel: int, trainable: int, dtypes: Dtypes) -> Rest:
     """What a rank keeps of base parameters. numel, trainable: elements on this rank."""
-    size = s.dtypes.weight
+    size = dtypes.weight.itemsize
     return Rest(base_weights=size * numel, base_moments=2 * size * trainable, base_gradients=size * trainable)
 
 
-@dataclass(frozen=True)
-class Work:
-    """Bytes at a time on top of what rests, at most, without activations.
+class Work(NamedTuple):
+    """Bytes at a time while groups run, at most, without activations.
 
     Attributes:
-        forward: gathered weights: two groups that follow each other; all, if they stay until backward.
-        backward: gathered weights of three groups (all, if they stayed), and of one group the whole gradients
-            and the packed buffer. More, if the network does not keep up.
+        gathered: weights of two groups that follow each other; of all, if they stay until backward; none
+            where the model computes with the weights at rest.
+        gradients: in backward, whole ones of two groups that follow each other, and the packed buffer of one.
     """
 
-    forward: int
-    backward: int
+    gathered: int
+    gradients: int
 
 
-def of_groups(gathered: Sequence[int], gradients: Sequence[int], s: Setting) -> Work:
-    """Bytes while groups run.
-
-    Args:
-        gathered: by group, in order: bytes of its gathered weights.
-        gradients: likewise, of its gradients from backward, and their packed buffers.
-    """
-    gradient = max(gradients, default=0)
-    if s.ddp:
-        return Work(0, gradient)
-    if not s.reshard:
-        return Work(sum(gathered), sum(gathered) + gradient)
-    return Work(most_of(gathered, 2), most_of(gathered, 3) + gradient)
+def of_groups(groups: Sequence[Group]) -> Work:
+    """While the groups of a model run, in order."""
+    mesh, dtypes = groups[0].mesh, groups[0].dtypes
+    is_resting = mesh.shard == 1 and dtypes.compute == dtypes.weight
+    gathered = [0 if is_resting else dtypes.compute.itemsize * group.weights.total for group in groups]
+    gradients = [dtypes.compute.itemsize * sum(group.weights.numels) for group in groups]
+    packed = max(dtypes.reduce.itemsize * group.gradients.total for group in groups)
+    frees = groups[0].reshard and not mesh.ddp
+    return Work(_most_of(gathered, 2) if frees else sum(gathered), _most_of(gradients, 2) + packed)
 
 
-def most_of(sizes: Sequence[int], count: int) -> int:
+def _most_of(sizes: Sequence[int], count: int) -> int:
     """The largest sum of `count` sizes that follow each other."""
-    return max((sum(sizes[i : i + count]) for i in range(len(sizes))), default=0)
+    return max(sum(sizes[i : i + count]) for i in range(len(sizes)))
 
 
-def newton_schulz(rows: int, cols: int, compute: int) -> int:
+def newton_schulz(rows: int, cols: int, compute: torch.dtype) -> int:
     """Bytes of work for one matrix, about: its direction and a normalized copy in float32, two buffers of its
     size and three Gram matrices in the dtype of the products."""
     side = min(rows, cols)
-    return (2 * 4 + 2 * compute) * rows * cols + 3 * compute * side * side
+    return (2 * 4 + 2 * compute.itemsize) * rows * cols + 3 * compute.itemsize * side * side

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from .model import PlanError
@@ -27,8 +26,8 @@ class Mesh:
     consecutive.
 
     Attributes:
-        shard: ranks that share the model, or under DDP that have it.
-        replicate: rows of HSDP; 1 without.
+        shard: ranks of a row, which share the model; 1 under DDP.
+        replicate: rows; 1 without HSDP or DDP.
         tp: tensor-parallel ranks.
         ddp: the model is whole on every data-parallel rank.
         text: as the user has written it.
@@ -52,8 +51,13 @@ class Mesh:
 
     @property
     def row_name(self) -> str:
-        """What the dim over which weights are gathered, or under DDP published, is called."""
-        return "ddp" if self.ddp else "shard" if "shard" in self.text else "dp"
+        """What the dim over which weights are gathered is called."""
+        return "shard" if "shard" in self.text else "dp"
+
+    @property
+    def column_name(self) -> str:
+        """What the dim over which updates are published is called."""
+        return "ddp" if self.ddp else "replicate"
 
     def place_of(self, rank: int) -> Place:
         """Coordinates of a global rank."""
@@ -80,8 +84,8 @@ class Mesh:
         if data not in ([], ["dp"], ["ddp"], ["shard"], ["replicate", "shard"]):
             raise PlanError(f"mesh {text!r}: {', '.join(data)} do not go together. A mesh is {_FORMS}")
         return cls(
-            shard=math.prod(sizes.get(name, 1) for name in ("dp", "ddp", "shard")),
-            replicate=sizes.get("replicate", 1),
+            shard=sizes.get("dp", 1) * sizes.get("shard", 1),
+            replicate=sizes.get("ddp", 1) * sizes.get("replicate", 1),
             tp=sizes.get("tp", 1),
             ddp="ddp" in sizes,
             text=",".join(f"{name}={size}" for name, size in sizes.items()),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,11 +16,11 @@ from ..optim.products import matrices_at_once
 from ..ownership import Matrix, choose_owners, imbalance, loads_of, lower_bound, matrices_of
 from . import memory, traffic
 from .cut import DEFAULT, Rule, chunks, cut_dim, is_replicated
-from .mesh import Mesh, Place
+from .mesh import Mesh
 from .model import Model, Parameter, PlanError
-from .traffic import Buffer, Dtypes, Moves, Role, Setting, Share
+from .traffic import NOBODY, Dtypes, Group, Moves, Share
 
-_MIXED = Dtypes(weight=4, compute=2, reduce=2)
+_MIXED = Dtypes(compute=torch.bfloat16, reduce=torch.bfloat16, newton_schulz=torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -28,10 +28,9 @@ class Options:
     """What a training run chooses, as far as it matters here.
 
     Attributes:
-        dtypes: bytes of an element.
+        dtypes: of weights, gradients, momenta and updates.
         reshard: `reshard_after_forward`.
         ns_steps, ns_algorithm: of Newton-Schulz, for its operations; "direct" is what bfloat16 takes.
-        ns_itemsize: bytes of an element in its products.
         gram_policy: `tp_distributed_gram_policy`; "never" is `tp_distributed_gram=False`.
         tp_plan: how tensor parallelism cuts layers, by name.
     """
@@ -40,7 +39,6 @@ class Options:
     reshard: bool = True
     ns_steps: int = 5
     ns_algorithm: str = "direct"
-    ns_itemsize: int = 2
     gram_policy: str = "never"
     tp_plan: Mapping[str, Rule] = field(default_factory=lambda: DEFAULT)
 
@@ -83,27 +81,17 @@ class Plan:
     # Owners
 
     @cached_property
-    def setting(self) -> Setting:
-        """For the formulas."""
-        mesh, options = self.mesh, self.options
-        return Setting(mesh.shard, mesh.replicate, mesh.ddp, options.reshard, options.dtypes)
-
-    @cached_property
-    def groups(self) -> dict[str | None, list[tuple[int, Buffer]]]:
-        """By block, in module order: its buffers, each with its owner's slot."""
-        members: dict[str | None, dict[tuple, list[Share]]] = {}
+    def groups(self) -> list[list[Group]]:
+        """By tensor-parallel rank: the matrices of each block, in module order."""
+        blocks: dict[str | None, list[tuple[int, Share]]] = {}
         for matrix in self.matrices:
-            key = (matrix.slot, matrix.share.kind)
-            members.setdefault(matrix.param.block, {}).setdefault(key, []).append(matrix.share)
-        return {
-            block: [(key[0], tuple(shares)) for key, shares in of_block.items()]
-            for block, of_block in members.items()
-        }
-
-    @cached_property
-    def buffers(self) -> list[tuple[int, Buffer]]:
-        """Of all groups."""
-        return [entry for of_block in self.groups.values() for entry in of_block]
+            blocks.setdefault(matrix.param.block, []).append((matrix.slot, matrix.share))
+        options = self.options
+        of_blocks = [
+            [Group(matrices, self.mesh, tp, options.dtypes, options.reshard) for tp in self._tps]
+            for matrices in blocks.values()
+        ]
+        return [list(groups) for groups in zip(*of_blocks, strict=True)]
 
     @cached_property
     def weighed(self) -> list[Matrix]:
@@ -139,7 +127,7 @@ class Plan:
             for tp in self._tps:
                 if share.gram is not None:
                     result[slot, tp][1] += count * self._gram_operations(rows, cols, share, tp)
-                elif len(share.pieces) == 1 or tp == share.tp_owner:
+                elif share.state(tp):
                     result[slot, tp][0] += count * whole
         return {place: Load(*operations) for place, operations in result.items()}
 
@@ -159,110 +147,89 @@ class Plan:
     def moves_of(self, rank: int) -> Moves:
         """Collectives and bytes of one training step of a rank, by phase."""
         place = self.mesh.place_of(rank)
-        total: Moves = {}
-        for slot, buffer in self.buffers:
-            traffic.add(total, traffic.of_a_step(buffer, self._role(slot, place), place.tp, self.setting))
-        traffic.add(total, traffic.of_base(self._base_pieces(place.tp, trainable=True), self.setting))
-        return total
+        groups = self.groups[place.tp]
+        return traffic.in_sum(*(group.of_a_step(place.shard, place.replicate) for group in groups))
 
     def start_of(self, rank: int) -> Moves:
         """What a rank moves once, up to its first forward, on top of what every step moves."""
         place = self.mesh.place_of(rank)
-        total: Moves = {}
-        for slot, buffer in self.buffers:
-            traffic.add(total, traffic.of_the_start(buffer, self._role(slot, place), place.tp, self.setting))
-        pieces = self._base_pieces(place.tp)
-        traffic.add(total, traffic.of_base_at_the_start(pieces, place.shard == 0, self.setting))
-        return total
-
-    def _role(self, slot: int, place: Place) -> Role:
-        if slot % self.mesh.shard != place.shard:
-            return Role.OTHER
-        return Role.OWNER if slot // self.mesh.shard == place.replicate else Role.KEEPER
+        groups = self.groups[place.tp]
+        return traffic.in_sum(*(group.of_the_start(place.shard, place.replicate) for group in groups))
 
     @cached_property
     def moves(self) -> torch.Tensor:
         """`moves_of` every rank: [owner slot, tensor-parallel rank, phase of `traffic.PHASES`, 2]; the last
         dim has collectives and bytes."""
 
-        def row(buffer: Buffer, role: Role, tp: int) -> list[int]:
-            return _flat(traffic.of_a_step(buffer, role, tp, self.setting))
+        def row(group: Group, shard: int, replicate: int) -> list[int]:
+            moves = group.of_a_step(shard, replicate)
+            return [number for phase in traffic.PHASES for number in moves.get(phase, (0, 0))]
 
-        total = self._of_all_slots(row)  # [slots, tp, 2 * phases]
-        base = [traffic.of_base(self._base_pieces(tp, trainable=True), self.setting) for tp in self._tps]
-        total += torch.tensor([_flat(moves) for moves in base])
-        return total.view(*total.shape[:2], len(traffic.PHASES), 2)
+        return self._of_all_ranks(row).unflatten(2, (-1, 2))
 
     @property
     def _tps(self) -> range:
         return range(self.mesh.tp)
 
-    def _of_all_slots(self, row: Callable[[Buffer, Role, int], list[int]]) -> torch.Tensor:
-        """A sum over buffers for every slot: [slots, tp, values]. row: a buffer's values, by role.
+    def _of_all_ranks(self, row: Callable[[Group, int, int], Sequence[int]]) -> torch.Tensor:
+        """A sum over groups for every rank: [owner slot, tensor-parallel rank, values].
 
-        Equal buffers have equal values, and a model has few that differ; so each is looked at once.
+        row: a group's values, by a rank's coordinates. All ranks have those of a rank that keeps nothing of
+        the group, with corrections for the columns and the owners that do: so this takes no time proportional
+        to ranks times groups.
         """
-        numbers: dict[Buffer, int] = {}
-        pairs = Counter((slot, numbers.setdefault(buffer, len(numbers))) for slot, buffer in self.buffers)
-        table = torch.tensor(
-            [[[row(buffer, role, tp) for tp in self._tps] for role in Role] for buffer in numbers]
-        )  # [buffers, roles, tp, values]
-        slot, number = torch.tensor(list(pairs)).unbind(1)
-        values = table[number] * torch.tensor(list(pairs.values())).view(-1, 1, 1, 1)
-        other, keeper, owner = values.unbind(1)  # [pairs, tp, values] each
-        columns = torch.zeros(self.mesh.shard, *other.shape[1:], dtype=torch.int64)
-        columns.index_add_(0, slot % self.mesh.shard, keeper - other)
-        total = (other.sum(0) + columns).repeat(self.mesh.replicate, 1, 1)
-        return total.index_add_(0, slot, owner - keeper)
+        mesh, by_tp = self.mesh, []
+        for groups in self.groups:
+            others = [row(group, NOBODY, NOBODY) for group in groups]
+            columns = {(i, shard): row(g, shard, NOBODY) for i, g in enumerate(groups) for shard in g.kept}
+            owners = {(i, *place): row(g, *place) for i, g in enumerate(groups) for place in g.owned}
+            of_columns, of_owners = torch.tensor([*columns.values()]), torch.tensor([*owners.values()])
+            more = of_columns - torch.tensor([others[i] for i, _ in columns])
+            total = torch.tensor(others).sum(0).repeat(mesh.shard, 1)
+            total.index_add_(0, torch.tensor([shard for _, shard in columns]), more)
+            total = total.repeat(mesh.replicate, 1)  # [slots, values]
+            more = of_owners - torch.tensor([columns[i, shard] for i, shard, _ in owners])
+            slots = [replicate * mesh.shard + shard for _, shard, replicate in owners]
+            by_tp.append(total.index_add_(0, torch.tensor(slots), more))
+        return torch.stack(by_tp, 1)
 
     # Memory
 
     def rest_of(self, rank: int) -> memory.Rest:
         """What a rank keeps from one step to the next."""
         place = self.mesh.place_of(rank)
-        total = self._base_rest(place.shard, place.tp)
-        for slot, buffer in self.buffers:
-            mine = memory.at_rest(buffer, self._role(slot, place), place.tp, self.setting)
-            total = memory.in_sum(total, mine)
-        return total
+        kept = [memory.at_rest(group, place.shard, place.replicate) for group in self.groups[place.tp]]
+        return memory.in_sum([*kept, self._base_rest(place.shard, place.tp)])
 
     @cached_property
     def rest(self) -> torch.Tensor:
-        """`rest_of` every rank: bytes [owner slot, tensor-parallel rank, field of `memory.Rest`]."""
-
-        def row(buffer: Buffer, role: Role, tp: int) -> list[int]:
-            return list(memory.at_rest(buffer, role, tp, self.setting))
-
+        """`rest_of` every rank: [owner slot, tensor-parallel rank, field of `memory.Rest`]."""
         base = [[self._base_rest(shard, tp) for tp in self._tps] for shard in range(self.mesh.shard)]
-        return self._of_all_slots(row) + torch.tensor(base).repeat(self.mesh.replicate, 1, 1)
+        return self._of_all_ranks(memory.at_rest) + torch.tensor(base).repeat(self.mesh.replicate, 1, 1)
+
+    @cached_property
+    def updates(self) -> torch.Tensor:
+        """Bytes that every rank keeps after a step until they are published: [owner slot, tp]."""
+        return self._of_all_ranks(lambda *place: [memory.of_updates(*place)]).squeeze(2)
 
     @cached_property
     def work(self) -> list[memory.Work]:
         """By tensor-parallel rank: bytes while groups run."""
-        dtypes = self.setting.dtypes
-        result = []
-        for tp in self._tps:
-            gathered, gradients = [], []
-            for of_block in self.groups.values():
-                numels = [[share.piece(tp) for share in buffer] for _, buffer in of_block]
-                gathered.append(sum(traffic.padded(buffer, dtypes.compute) for buffer in numels))
-                packed = sum(traffic.padded(b, dtypes.reduce) + dtypes.reduce * len(b) for b in numels)
-                gradients.append(dtypes.compute * sum(map(sum, numels)) + packed)
-            result.append(memory.of_groups(gathered, gradients, self.setting))
-        return result
+        return [memory.of_groups(groups) for groups in self.groups]
 
     @cached_property
     def step_work(self) -> dict[tuple[int, int], int]:
         """By owner slot and tensor-parallel rank: bytes of the largest Newton-Schulz; about."""
         largest: dict[tuple[int, int], int] = {}
+        compute = self.options.dtypes.newton_schulz
         kinds = Counter((m.slot, m.param.shape, m.share) for m in self.matrices)
         for (slot, (rows, cols), share), count in kinds.items():
             for tp in self._tps:
                 if share.gram is not None:  # the piece in float64, twice, and Gram matrices
                     nbytes = 8 * (2 * share.piece(tp) + 5 * min(rows, cols) ** 2)
-                elif len(share.pieces) == 1 or share.tp_owner == tp:
-                    at_once = min(count, matrices_at_once(rows, cols, torch.bfloat16, torch.device("cuda")))
-                    nbytes = at_once * memory.newton_schulz(rows, cols, self.options.ns_itemsize)
+                elif share.state(tp):
+                    at_once = min(count, matrices_at_once(rows, cols, compute, torch.device("cuda")))
+                    nbytes = at_once * memory.newton_schulz(rows, cols, compute)
                 else:
                     continue
                 largest[slot, tp] = max(largest.get((slot, tp), 0), nbytes)
@@ -272,21 +239,15 @@ class Plan:
     def peak(self) -> torch.Tensor:
         """Of every rank: bytes at the peak of a step, without activations; about: [owner slot, tp]."""
         total = self.rest.sum(2)
-        forward = torch.tensor([work.forward for work in self.work])
-        backward = torch.tensor([work.backward for work in self.work])
+        gathered, gradients = torch.tensor(self.work).unbind(1)
         step = torch.zeros_like(total)
         for (slot, tp), nbytes in self.step_work.items():
             step[slot, tp] = nbytes
-        names = memory.Rest._fields
-        gradients = self.rest[..., names.index("gradients")] + self.rest[..., names.index("base_gradients")]
-        return torch.stack([total - gradients + forward, total + backward, total + step]).amax(0)
+        kept = [memory.Rest._fields.index(name) for name in ("gradients", "base_gradients")]
+        forward = total - self.rest[..., kept].sum(2) + gathered + self.updates
+        return torch.stack([forward, total + gathered + gradients, total + self.updates + step]).amax(0)
 
     # Base parameters
-
-    def _base_pieces(self, tp: int, *, trainable: bool = False) -> list[int]:
-        """Elements that tensor parallelism leaves a rank of each base parameter, in module order."""
-        chosen = [p for p in self.model.base if p.trainable or not trainable]
-        return [math.prod(self._base_shape(param, tp)) for param in chosen]
 
     def _base_shape(self, param: Parameter, tp: int) -> tuple[int, ...]:
         dim = cut_dim(param, self.options.tp_plan) if self.mesh.tp > 1 else None
@@ -308,12 +269,12 @@ class Plan:
         numel = trainable = 0
         for (shape, wants_gradient), count in self._base_shapes[tp].items():
             size = math.prod(shape)
-            if not self.mesh.ddp and shape:
+            if shape:
                 step = -(-shape[0] // self.mesh.shard)
                 size = max(0, min(step, shape[0] - shard * step)) * math.prod(shape[1:])
             numel += count * size
             trainable += count * size * wants_gradient
-        return memory.of_base(numel, trainable, self.setting)
+        return memory.of_base(numel, trainable, self.options.dtypes)
 
 
 def plan(model: Model, mesh: Mesh, options: Options | None = None) -> Plan:
@@ -361,9 +322,5 @@ def _in_pieces(
         return False
     if options.gram_policy == "always":
         return True
-    return moves_fewer_bytes(pieces, tp_owner, gram, options.dtypes.reduce + options.dtypes.weight)
-
-
-def _flat(moves: Moves) -> list[int]:
-    """Collectives and bytes of each of `traffic.PHASES` in turn."""
-    return [value for phase in traffic.PHASES for value in moves.get(phase, (0, 0))]
+    itemsizes = options.dtypes.reduce.itemsize + options.dtypes.newton_schulz.itemsize
+    return moves_fewer_bytes(pieces, tp_owner, gram, itemsizes)

@@ -13,7 +13,7 @@ from .memory import Rest
 from .plan import Plan
 from .traffic import PHASES
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ def _mesh(plan: Plan) -> dict[str, Any]:
 
 
 def _model(plan: Plan) -> dict[str, Any]:
-    model, size = plan.model, plan.options.dtypes.weight
+    model, size = plan.model, plan.options.dtypes.weight.itemsize
     elements = sum(param.numel for param in model.dedicated)
     return {
         "name": model.name,
@@ -69,17 +69,18 @@ def _model(plan: Plan) -> dict[str, Any]:
         "dedicated_parameters": elements,
         "base_parameters": model.numel - elements,
         "dedicated_bytes": size * elements,
-        "groups": len(plan.groups),
+        "groups": len(plan.groups[0]),
     }
 
 
 def _options(plan: Plan) -> dict[str, Any]:
     options, dtypes = plan.options, plan.options.dtypes
     return {
-        "weight_bytes": dtypes.weight,
-        "compute_bytes": dtypes.compute,
-        "reduce_bytes": dtypes.reduce,
-        "momentum_bytes": dtypes.momentum,
+        "weight_bytes": dtypes.weight.itemsize,
+        "compute_bytes": dtypes.compute.itemsize,
+        "reduce_bytes": dtypes.reduce.itemsize,
+        "momentum_bytes": dtypes.momentum.itemsize,
+        "ns_bytes": dtypes.newton_schulz.itemsize,
         "reshard_after_forward": options.reshard,
         "ns_steps": options.ns_steps,
         "ns_algorithm": options.ns_algorithm,
@@ -130,8 +131,8 @@ def _dim(plan: Plan, phase: str) -> str:
     """The mesh dim over which a phase communicates."""
     if phase in ("exchange", "publish_exchange", "sum_copies"):
         return "tp"
-    if phase == "reduce_replicas" or (phase == "publish" and not plan.mesh.ddp):
-        return "replicate"
+    if phase in ("reduce_replicas", "publish"):
+        return plan.mesh.column_name
     return plan.mesh.row_name
 
 
@@ -173,9 +174,10 @@ def _memory(plan: Plan) -> dict[str, Any]:
     step = plan.step_work.get((at // plan.mesh.tp, at % plan.mesh.tp), 0)
     return {
         "rest": {**kinds, "total": _spread(rest.sum(2))},
+        "updates": _spread(plan.updates),
         "peak": _spread(peak),
         "peak_rank": at,
-        "peak_rank_work": {"forward": work.forward, "backward": work.backward, "step": step},
+        "peak_rank_work": {**work._asdict(), "step": step},
     }
 
 
@@ -215,7 +217,7 @@ def _notes(plan: Plan) -> list[str]:
     if empty:
         notes.append(f"tp={mesh.tp} does not fit {empty} matrices: some ranks have an empty piece")
     if mesh.tp > 1:
-        whole = [m.param for m in plan.matrices if len(m.share.pieces) == 1]
+        whole = [m.param for m in plan.matrices if not m.share.is_cut]
         if len(whole) == len(plan.matrices):
             notes.append("the tensor-parallel plan cuts no matrix; see --tp-plan")
         elif whole:

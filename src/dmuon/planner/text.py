@@ -55,7 +55,8 @@ def _head(console: Console, report: dict[str, Any]) -> None:
         (
             "bytes of an element",
             f"weights {options['weight_bytes']}, gathered {options['compute_bytes']}, "
-            f"reduced {options['reduce_bytes']}, momentum {options['momentum_bytes']}",
+            f"reduced {options['reduce_bytes']}, momentum {options['momentum_bytes']}, Newton-Schulz and "
+            f"updates {options['ns_bytes']}",
         ),
     ]
     if options["tp_plan"]:
@@ -92,6 +93,10 @@ def _memory(console: Console, report: dict[str, Any]) -> None:
             table.add_section()
         if spread["max"]:
             table.add_row(name.replace("_", " "), *(_bytes(spread[key]) for key in ("mean", "max", "min")))
+    if memory["updates"]["max"]:
+        table.add_row(
+            "updates after step", *(_bytes(memory["updates"][key]) for key in ("mean", "max", "min"))
+        )
     table.add_row("peak, about", *(_bytes(memory["peak"][key]) for key in ("mean", "max", "min")))
     console.print(table)
 

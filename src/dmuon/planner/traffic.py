@@ -1,19 +1,18 @@
-"""What every collective of a step moves, as formulas: those of docs/bytes-and-memory.md.
-
-A rank moves of each buffer what its role says: it is the buffer's owner (or, under tensor parallelism, one of
-the owner row), keeps a copy of the weights in another row of the HSDP grid, or neither. So a rank's traffic
-is a sum over buffers, and that of all ranks takes no time proportional to ranks times buffers.
-"""
+"""What every collective of a step moves, read off the engine's own `Packing` and `Exchange`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import Enum
+from functools import lru_cache
+from itertools import accumulate
 
-_ALIGNMENT = 16  # bytes: each matrix starts at a multiple
-_GRAM = 8  # bytes of an element of a Gram matrix and of a factor: float64
-BASE_BUCKET = 25 * 2**20  # bytes of base parameters in one bucket, under DDP
+import torch
+
+from ..engine.exchange import Cut, Exchange
+from ..engine.packing import Key, Packing
+from .mesh import Mesh
 
 PHASES = (
     "gather",
@@ -23,57 +22,33 @@ PHASES = (
     "exchange",
     "publish_exchange",
     "sum_copies",
-    "base",
 )
+NOBODY = -1  # a coordinate: of a rank that keeps, or owns, nothing
+_GRAM = torch.float64  # of Gram matrices and factors
 Moves = dict[str, tuple[int, int]]  # by phase: collectives and bytes of one rank, as Traffic counts them
-
-
-class Role(Enum):
-    """What a data-parallel coordinate is to a matrix."""
-
-    OTHER = "other"
-    KEEPER = "keeper"  # keeps the weight: another row's rank in the owner's column
-    OWNER = "owner"
 
 
 @dataclass(frozen=True)
 class Dtypes:
-    """Bytes of an element.
-
+    """
     Attributes:
-        weight: at rest; also of updates and of gradients at rest.
+        weight: of weights and gradients at rest.
         compute: of gathered weights.
         reduce: of gradients on their way.
         momentum: of the optimizer's buffer.
+        newton_schulz: of its products, and of updates on their way.
     """
 
-    weight: int = 4
-    compute: int = 4
-    reduce: int = 4
-    momentum: int = 4
-
-
-@dataclass(frozen=True)
-class Setting:
-    """A mesh, and how it is used.
-
-    Attributes:
-        n: ranks that share the model, or under DDP that have it.
-        r: rows of the HSDP grid.
-        ddp: whether the model is whole on every data-parallel rank.
-        reshard: weights are freed after forward, and gathered again for backward.
-    """
-
-    n: int
-    r: int
-    ddp: bool = False
-    reshard: bool = True
-    dtypes: Dtypes = Dtypes()
+    weight: torch.dtype = torch.float32
+    compute: torch.dtype = torch.float32
+    reduce: torch.dtype = torch.float32
+    momentum: torch.dtype = torch.float32
+    newton_schulz: torch.dtype = torch.float32
 
 
 @dataclass(frozen=True)
 class Share:
-    """What the formulas need to know of one matrix, apart from its owner.
+    """What bytes and memory depend on of one matrix, apart from its owner.
 
     Attributes:
         pieces: elements, by tensor-parallel rank; one entry if nothing cuts it.
@@ -87,103 +62,118 @@ class Share:
     copies: int = 1
     gram: int | None = None
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether tensor parallelism has cut it."""
+        return len(self.pieces) > 1
+
     def piece(self, tp: int) -> int:
-        """Elements on a tensor-parallel rank."""
+        """Elements of the weight on a tensor-parallel rank."""
         return self.pieces[tp % len(self.pieces)]
 
-    @property
-    def kind(self) -> tuple[int, int, bool]:
-        """Matrices of one group, owner and kind travel together."""
-        return len(self.pieces), self.copies, self.gram is None
+    def state(self, tp: int) -> int:
+        """Elements of the gradient and of the momentum on a tensor-parallel rank of the owner row."""
+        if not self.is_cut or self.gram is not None:
+            return self.piece(tp)
+        return sum(self.pieces) if tp == self.tp_owner else 0
 
 
-Buffer = tuple[Share, ...]  # matrices that travel together
+class Group:
+    """The dedicated matrices of one block, as the ranks at one tensor-parallel position have them.
+
+    A rank is a coordinate (shard, replicate). All ranks of a row that keep nothing of the group move the
+    same; so do all of a column that own nothing of it. `NOBODY` stands for these.
+
+    Attributes:
+        weights: where the gathered weights lie.
+        gradients: where gradients lie that are reduced.
+        owned: by coordinate of the owner.
+        kept: elements of the weights that a rank keeps, by shard coordinate.
+    """
+
+    def __init__(
+        self, matrices: Sequence[tuple[int, Share]], mesh: Mesh, tp: int, dtypes: Dtypes, reshard: bool
+    ) -> None:
+        """matrices: each with its owner's slot, in module order."""
+        self.mesh, self.tp, self.dtypes, self.reshard = mesh, tp, dtypes, reshard
+        placed = [((slot % mesh.shard, slot // mesh.shard), share) for slot, share in matrices]
+        placed.sort(key=lambda entry: (entry[0], entry[1].copies))
+        owners = tuple(owner for owner, _ in placed)
+        keys = tuple((*owner, share.copies) for owner, share in placed)
+        self._numels = tuple(share.piece(tp) for _, share in placed)
+        self._owners = owners
+        self.weights = _packing(owners, self._numels, dtypes.compute)
+        self.gradients = _packing(keys, self._numels, dtypes.reduce, counts=True)
+        self._updates = _packing(owners, self._numels, dtypes.newton_schulz, counts=True)
+        self.owned: dict[Key, list[Share]] = {}
+        self.kept: Counter[int] = Counter()
+        for owner, share in placed:
+            self.owned.setdefault(owner, []).append(share)
+            self.kept[owner[0]] += share.piece(tp)
+
+    def of_a_step(self, shard: int, replicate: int) -> Moves:
+        """What a rank moves of the group in a forward, a backward and a `step()`."""
+        moves: Moves = {}
+        mesh, row, owner = self.mesh, (shard,), (shard, replicate)
+        if mesh.shard > 1:
+            gathers = 2 if self.reshard else 1
+            moves["gather"] = gathers, gathers * _others(self.weights, (), row)
+            moves["reduce"] = 1, _others(self.gradients, (), row)
+        if mesh.replicate > 1 and shard in self.kept:
+            moves["reduce_replicas"] = 1, _others(self.gradients, row, owner)
+            moves["publish"] = 1, _others(self._updates, row, owner)
+        for copies, part in self.gradients.parts(*owner):
+            if copies > 1:
+                nbytes = (part.stop - part.start) * self.dtypes.reduce.itemsize
+                moves["sum_copies"] = 1, 2 * (copies - 1) * nbytes // copies
+        cut = [share for share in self.owned.get(owner, ()) if share.is_cut]
+        if pieces := [share for share in cut if share.gram is None]:
+            there, back = self._exchanged(pieces)
+            moves["exchange"] = 1, there * self.dtypes.reduce.itemsize
+            moves["publish_exchange"] = 1, back * self.dtypes.newton_schulz.itemsize
+        if grams := [share for share in cut if share.gram is not None]:
+            add(moves, {"publish_exchange": (2, sum(self._exchanged(grams)) * _GRAM.itemsize)})
+        return moves
+
+    def _exchanged(self, shares: Sequence[Share]) -> tuple[int, int]:
+        """Elements that a rank sends: to the TP owners, and back."""
+        each = [_exchanged(share, self.tp) for share in shares]
+        return sum(there for there, _ in each), sum(back for _, back in each)
+
+    def of_the_start(self, shard: int, replicate: int) -> Moves:
+        """What a rank moves once, up to the first forward, on top: the owners' initial weights."""
+        if self.mesh.replicate == 1 or shard not in self.kept:
+            return {}
+        weights = _packing(self._owners, self._numels, self.dtypes.weight)
+        return {"publish": (1, _others(weights, (shard,), (shard, replicate)))}
 
 
-def padded(numels: Iterable[int], itemsize: int) -> int:
-    """Bytes of a packed buffer."""
-    return sum(-(-numel * itemsize // _ALIGNMENT) * _ALIGNMENT for numel in numels)
+def _others(packing: Packing, whole: Key, mine: Key) -> int:
+    """Bytes of one span without another one inside it."""
+    spans = packing.span(*whole), packing.span(*mine)
+    sizes = [span.stop - span.start for span in spans]
+    return (sizes[0] - sizes[1]) * packing.dtype.itemsize
 
 
-def of_a_step(buffer: Buffer, role: Role, tp: int, s: Setting) -> Moves:
-    """What a forward, a backward and a `step()` move of a buffer."""
-    moves: Moves = {}
-    keeps, owns = role is not Role.OTHER, role is Role.OWNER
-    numels = [share.piece(tp) for share in buffer]
-    gradients = padded(numels, s.dtypes.reduce) + len(buffer) * s.dtypes.reduce  # an element each: a count
-    if s.n > 1:
-        weights = 0 if keeps else padded(numels, s.dtypes.compute)
-        if s.ddp:
-            moves["publish"] = (1, weights)
-        else:
-            gathers = 2 if s.reshard else 1
-            moves["gather"] = (gathers, gathers * weights)
-        moves["reduce"] = (1, 0 if keeps else gradients)
-    if s.r > 1 and keeps:
-        moves["reduce_replicas"] = (1, 0 if owns else gradients)
-        moves["publish"] = (1, 0 if owns else padded(numels, s.dtypes.weight))
-    copies = buffer[0].copies
-    if owns and copies > 1:
-        moves["sum_copies"] = (1, 2 * (copies - 1) * gradients // copies)
-    if owns and len(buffer[0].pieces) > 1:
-        moves.update(_exchanges(buffer, tp, s.dtypes))
-    return moves
+@lru_cache(maxsize=8)  # most tensor-parallel ranks have the same
+def _packing(
+    keys: tuple[Key, ...], numels: tuple[int, ...], dtype: torch.dtype, *, counts: bool = False
+) -> Packing:
+    return Packing(keys, numels, dtype, counts=counts)
 
 
-def _exchanges(buffer: Buffer, tp: int, dtypes: Dtypes) -> Moves:
-    """Pieces to the TP owners, and back; or Gram matrices to the TP owners, and factors back."""
-    mine = [share for share in buffer if share.tp_owner == tp]
-    others = [share for share in buffer if share.tp_owner != tp]
-    if buffer[0].gram is None:
-        there = dtypes.reduce * sum(share.piece(tp) for share in others)
-        back = dtypes.weight * sum(sum(share.pieces) - share.piece(tp) for share in mine)
-    else:
-        there = _GRAM * sum(share.gram or 0 for share in others)
-        back = _GRAM * (len(buffer[0].pieces) - 1) * sum(share.gram or 0 for share in mine)
-    return {"exchange": (1, there), "publish_exchange": (1, back)}
-
-
-def of_the_start(buffer: Buffer, role: Role, tp: int, s: Setting) -> Moves:
-    """What is moved of a buffer once, up to the first forward, on top: the owner's initial weights."""
-    numels = [share.piece(tp) for share in buffer]
-    if s.ddp:
-        return (
-            {"gather": (1, 0 if role is Role.OWNER else padded(numels, s.dtypes.compute))} if s.n > 1 else {}
-        )
-    if s.r > 1 and role is not Role.OTHER:
-        return {"publish": (1, 0 if role is Role.OWNER else padded(numels, s.dtypes.weight))}
-    return {}
-
-
-def of_base(numels: Sequence[int], s: Setting) -> Moves:
-    """What `dmuon.replicate` moves in a step. numels: of this rank's trainable base parameters, in module
-    order."""
-    if s.n == 1 or not s.ddp:
-        return {}
-    size = s.dtypes.weight
-    buckets = _bucketed([numel * size for numel in reversed(numels)])
-    sums = [padded([n // size for n in bucket], size) + size * len(bucket) for bucket in buckets]
-    total = sum(2 * (s.n - 1) * nbytes // s.n for nbytes in sums)
-    return {"base": (len(buckets), total)} if buckets else {}
-
-
-def of_base_at_the_start(numels: Sequence[int], first: bool, s: Setting) -> Moves:
-    """What `dmuon.replicate` moves once: the first rank's values."""
-    if s.n == 1 or not s.ddp:
-        return {}
-    nbytes = [numel * s.dtypes.weight for numel in numels]
-    buckets = _bucketed(nbytes)
-    return {"base": (len(buckets), 0 if first else sum(nbytes))} if buckets else {}
-
-
-def _bucketed(sizes: Sequence[int]) -> list[list[int]]:
-    """Consecutive parameters, up to the size of a bucket."""
-    buckets: list[list[int]] = []
-    for size in sizes:
-        if not buckets or sum(buckets[-1]) + size > BASE_BUCKET:
-            buckets.append([])
-        buckets[-1].append(size)
-    return buckets
+@lru_cache(maxsize=4096)  # a model has few kinds of matrices
+def _exchanged(share: Share, tp: int) -> tuple[int, int]:
+    """Of one matrix. Nothing is padded, so that those of several matrices add up."""
+    if share.gram is not None:
+        cut = Cut.one_each(len(share.pieces), share.gram, share.tp_owner)
+    else:  # as if it were flat: only sizes matter here
+        ends = accumulate(share.pieces)
+        pieces = tuple((slice(end - size, end),) for size, end in zip(share.pieces, ends, strict=True))
+        cut = Cut(torch.Size([sum(share.pieces)]), pieces, share.tp_owner)
+    exchange = Exchange([cut], tp)
+    there, back = exchange.piece_splits, exchange.owned_splits
+    return sum(there) - there[tp], sum(back) - back[tp]
 
 
 def in_sum(*addends: Moves) -> Moves:
@@ -194,8 +184,8 @@ def in_sum(*addends: Moves) -> Moves:
     return total
 
 
-def add(total: Moves, moves: Moves, times: int = 1) -> None:
-    """Add `times` what is in `moves`."""
+def add(total: Moves, moves: Moves) -> None:
+    """Add what is in `moves`."""
     for phase, (calls, nbytes) in moves.items():
         before = total.get(phase, (0, 0))
-        total[phase] = (before[0] + times * calls, before[1] + times * nbytes)
+        total[phase] = (before[0] + calls, before[1] + nbytes)
