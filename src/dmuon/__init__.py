@@ -15,11 +15,6 @@ from .api import (
     replicate,
     replicate_tp,
 )
-from .clip import clip_grad_norm_
-from .inspect import get_dedicated_params, get_owned_params, summary
-from .optim.muon import Muon
-from .optim.newton_schulz import newton_schulz
-from .scaler import GradScaler
 from .checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -27,6 +22,11 @@ from .checkpoint.state_dict import (
     set_optimizer_state_dict,
     to_torch_state_dict,
 )
+from .clip import clip_grad_norm_
+from .inspect import get_dedicated_params, get_owned_params, summary
+from .optim.muon import Muon
+from .optim.newton_schulz import newton_schulz
+from .scaler import GradScaler
 
 __version__ = "0.1.0"
 

@@ -22,7 +22,7 @@ from .engine import fsdp
 from .engine.buffer import Precision
 from .engine.collectives import ProcessGroups
 from .engine.ddp import FirstRankWins, hide_from_ddp, shard_over_rows_of_one
-from .engine.layout import DataParallelLayout, root_mesh
+from .engine.layout import DataParallelLayout, ranks_by_group, root_mesh
 from .engine.parameter import DedicatedParam, record_of
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
 from .engine.tensor_parallel import TensorParallel
@@ -440,7 +440,15 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
                 f"{name} has the placements {param.placements}; only Shard and Replicate can be dedicated. "
                 "Redistribute it first, or leave it out by predicate."
             )
-    return TensorParallel.of(param, mesh)
+    ranks_by_group(layout.with_tp(mesh))  # refuses an order in which an owner row is not one TP group
+    tp = TensorParallel.of(param, mesh)
+    is_even = len({tp.shape_of(position) for position in range(tp.size)}) == 1
+    if not (is_even or torch.equal(mesh.mesh, ranks_by_group(mesh))):
+        raise ValueError(
+            f"{name} is cut into pieces of different sizes by ranks that do not ascend, {mesh}: torch takes "
+            "such pieces for each other. Let the ranks of a mesh ascend, as init_device_mesh does."
+        )
+    return tp
 
 
 def full_tensor(param: torch.Tensor) -> torch.Tensor:

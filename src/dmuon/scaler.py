@@ -29,9 +29,7 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        every = [param for group in optimizer.param_groups for param in group["params"]]
-        for reduce_due in dict.fromkeys(r.reduce_due for r in map(record_of, every) if r is not None):
-            reduce_due()
+        reduce_what_is_due(param for group in optimizer.param_groups for param in group["params"])
         kinds: dict[Any, list[torch.Tensor]] = {}
         for param in every:
             if param.grad is not None:

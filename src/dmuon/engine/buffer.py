@@ -134,11 +134,6 @@ class Buffer:
         self._nbytes = self._buffer.untyped_storage().nbytes()
         self.free()
 
-    @property
-    def is_current(self) -> bool:
-        """Whether the parameters still have the dtype that the buffer was made for."""
-        return all(param.resting.dtype == self.master_dtype for param in self.params)
-
     # Weights
 
     def allocate(self) -> None:
@@ -248,7 +243,9 @@ class Buffer:
     ) -> torch.Tensor:
         buffer = torch.empty(packing.total, dtype=self.reduce_dtype, device=self.layout.device)
         views = packing.views(buffer, [param.piece_shape for param in params])
-        pairs = [(view, gradient) for view, gradient in zip(views, taken, strict=True) if gradient is not None]
+        pairs = [
+            (view, gradient) for view, gradient in zip(views, taken, strict=True) if gradient is not None
+        ]
         if pairs:
             torch._foreach_copy_([view for view, _ in pairs], [gradient for _, gradient in pairs])
         for index, count in _runs(packing.counts):
@@ -353,7 +350,13 @@ class Buffer:
         wholes.clear()
         receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
         self._communication.all_to_all(
-            "publish_exchange", self.label, tp.ranks, receive, send, exchange.piece_splits, exchange.owned_splits
+            "publish_exchange",
+            self.label,
+            tp.ranks,
+            receive,
+            send,
+            exchange.piece_splits,
+            exchange.owned_splits,
         )
         use(exchange.unpack_pieces(receive))
         scratch.give_back(send, receive)

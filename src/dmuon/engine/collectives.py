@@ -275,9 +275,7 @@ class Communication:
             self._peers[queue, ranks] = Peers(ranks, by_ranks[ranks], layout.device)
 
 
-def _wanted(
-    layout: DataParallelLayout, cuts: Sequence[TensorParallel]
-) -> list[tuple[str, tuple[int, ...]]]:
+def _wanted(layout: DataParallelLayout, cuts: Sequence[TensorParallel]) -> list[tuple[str, tuple[int, ...]]]:
     """Which queue talks to which ranks; in one order on all ranks, each once."""
     wanted = [("weights", layout.row), ("gradients", layout.row)]
     wanted += [("weights", layout.column), ("gradients", layout.column)]

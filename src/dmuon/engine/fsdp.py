@@ -1,10 +1,10 @@
 """The base parameters, which stay with FSDP2: the one file that knows how FSDP2 works.
 
-FSDP2 lists a module's parameters through `module.named_parameters(recurse=False)`. From `dedicate_params` until
-the model itself is an `FSDPModule` (or is run), that one call leaves the dedicated ones out on the modules that
-hold them, by an instance attribute; every other way to list parameters shows them all the time. No longer: the
-same call is the one by which frameworks initialise and load. `fully_shard(ignored_params=...)` does the same if
-the user passes `dmuon.dedicated_parameters(model)`.
+FSDP2 lists a module's parameters through `module.named_parameters(recurse=False)`. From `dedicate_params`
+until the model itself is an `FSDPModule` (or is run), that one call leaves the dedicated ones out on the
+modules that hold them, by an instance attribute; every other way to list parameters shows them all the
+time. No longer: the same call is the one by which frameworks initialise and load.
+`fully_shard(ignored_params=...)` does the same if the user passes `dmuon.dedicated_parameters(model)`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Schedule:
 
 
 def hide_from_fully_shard(module: nn.Module, attributes: set[str], root: nn.Module) -> None:
-    """Leave `attributes` out of `module.named_parameters(recurse=False)`, until `root` is wrapped or `unhide`."""
+    """Leave `attributes` out of `module.named_parameters(recurse=False)`, until `root` is wrapped."""
 
     def named_parameters(
         prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -83,9 +83,8 @@ def reshards_after_forward(module: nn.Module | None, root: nn.Module) -> bool:
     if module is None:
         return True
     for group in _param_groups(module):
-        is_root_by_default = module is root and getattr(
-            fully_shard.state(module), "_auto_reshard_after_forward", False  # type: ignore[attr-defined]
-        )
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        is_root_by_default = module is root and getattr(state, "_auto_reshard_after_forward", False)
         return group.post_forward_mesh_info is not None and not is_root_by_default
     return module is not root
 
@@ -203,4 +202,4 @@ def accumulates_into(params: Iterable[nn.Parameter | None]) -> bool:
     not use. A private name of torch's; without it, what such a backward leaves out would not be noticed.
     """
     edges = (torch.autograd.graph.get_gradient_edge(p) for p in params if p is not None and p.requires_grad)
-    return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)  # type: ignore[attr-defined]
+    return any(torch._C._will_engine_execute_node(edge.node) for edge in edges)

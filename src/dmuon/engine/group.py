@@ -55,6 +55,7 @@ class Group:
         self.due: dict[DedicatedParam, Update] = {}
         self._communication = communication
         self._scratch = scratch
+        self._dtypes = [param.resting.dtype for param in params]  # of the weights that the buffers are for
         self._filled: tuple[Version, ...] | None = None  # what the buffers hold; None: nothing
         self._published: tuple[Version, ...] | None = None  # what all replicas have; None: not known
         self._tickets: list[Ticket[Any]] = []  # of publishes and gathers: what the weights wait for
@@ -157,9 +158,11 @@ class Group:
 
     def _build(self) -> tuple[Version, ...]:
         """Make the buffers; again after a change of dtype. Returns the versions of the weights."""
-        for param in self.params:
+        is_current = bool(self.buffers)
+        for param, dtype in zip(self.params, self._dtypes, strict=True):
             param.refresh()
-        if self.buffers and all(buffer.is_current for buffer in self.buffers):
+            is_current = is_current and param.resting.dtype == dtype
+        if is_current:
             return self.version
         for param in self.params:
             if param.resting.is_meta:
@@ -180,6 +183,7 @@ class Group:
             Buffer(params, self._communication, self.precision, self.label, self._scratch)
             for _, params in sorted(by_dtypes.items(), key=lambda item: str(item[0]))
         ]
+        self._dtypes = [param.resting.dtype for param in self.params]
         self._filled = None
         return self.version
 
@@ -209,7 +213,9 @@ class Group:
         self.ran = False
 
         def run() -> list[Gradient]:
-            return [g for buffer, mine in zip(buffers, taken, strict=True) for g in buffer.reduce(mine, schedule)]
+            return [
+                g for buffer, mine in zip(buffers, taken, strict=True) for g in buffer.reduce(mine, schedule)
+            ]
 
         return self._communication.gradients.put("reduce", self.label, run)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ class Packing:
                     first, _ = self._spans.get(key[:length], (start, start))
                     self._spans[key[:length]] = (first, self.total)
                 begin = index + 1
-        self._children: dict[Key, list[tuple[int, slice]]] = {}
+        self._children: dict[Key, list[tuple[Any, slice]]] = {}
         for key, (start, stop) in self._spans.items():
             if key:
                 self._children.setdefault(key[:-1], []).append((key[-1], slice(start, stop)))
@@ -63,8 +64,8 @@ class Packing:
         """Of all tensors whose keys begin with `key`; empty if there is none."""
         return slice(*self._spans.get(key, (0, 0)))
 
-    def parts(self, *key: object) -> list[tuple[int, slice]]:
-        """The spans that `key`'s span consists of: the next element of their keys, and where they are in it."""
+    def parts(self, *key: object) -> list[tuple[Any, slice]]:
+        """What `key`'s span consists of: the next element of each key, and where in it its span is."""
         base = self.span(*key).start
         return [(k, slice(s.start - base, s.stop - base)) for k, s in self._children.get(key, ())]
 

@@ -124,7 +124,7 @@ class DedicatedParam:
         grid, dims = self.mesh.mesh, self.layout.mesh.ndim
         where = (grid == owner).nonzero()[0].tolist()
         mine = (grid == self.tp.ranks[self.tp_owner]).nonzero()[0].tolist()
-        return int(grid[(*where[:dims], *mine[dims:])])
+        return int(grid[tuple(where[:dims] + mine[dims:])])
 
     @property
     def in_owner_row(self) -> bool:
@@ -220,20 +220,22 @@ class DedicatedParam:
             RuntimeError: if somebody has put another parameter in its place.
         """
         on_module = self.module._parameters.get(self.attribute)
-        if on_module is None or (on_module is not self.resting and on_module is not self.gathered):
+        shown = on_module is self.resting or (on_module is self.gathered and on_module is not None)
+        if shown and "full_tensor" in self.resting.__dict__:
+            return
+        if not shown:
             raise RuntimeError(
                 f"{self.param_name} is a dedicated parameter, but another parameter has been put in its "
                 "place. Call fully_shard between dmuon.dedicate_params and dmuon.Muon, load state_dicts "
                 "without assign=True, and replace weights in place (under torch.no_grad())."
             )
-        if "full_tensor" not in self.resting.__dict__:
-            self._epoch += 1  # what has dropped the attribute has replaced the weight
-            # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
-            # stead; a weak reference, so that the parameter does not keep the engine alive.
-            self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
-            # Zero-bubble pipelining looks for a parameter's gradient by a view of it, where torch would fail
-            # on some ranks, and on others find nothing.
-            self.resting.view_as = partial(_refuse_view, self.param_name)  # type: ignore[assignment]
+        self._epoch += 1  # what has dropped the attribute has replaced the weight
+        # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
+        # stead; a weak reference, so that the parameter does not keep the engine alive.
+        self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
+        # Zero-bubble pipelining looks for a parameter's gradient by a view of it, where torch would fail on
+        # some ranks, and on others find nothing.
+        self.resting.view_as = partial(_refuse_view, self.param_name)  # type: ignore[method-assign]
 
     @torch.no_grad()
     def piece(self) -> torch.Tensor:
@@ -459,7 +461,7 @@ class _Whole(torch.autograd.Function):
         param: DedicatedParam = ctx.param
         if param.resting.grad is not None:
             param._keep_gradient_as_ours()
-            param.resting.grad._dmuon_count = None  # type: ignore[union-attr]  # there is one now
+            param.resting.grad._dmuon_count = None  # type: ignore[attr-defined]  # there is one now
         mine = gradient
         if param.in_pieces and param.tp is not None:
             mine = gradient[param.tp.pieces[param.tp.position]].contiguous()

@@ -1,9 +1,9 @@
 """Work that runs in order beside the computation: a CUDA stream, or on CPU a worker thread.
 
 What is put into a queue is straight-line code: pack, one collective after the other, unpack. Collectives
-inside are synchronous, which on CUDA means that they run on the queue's own stream, and on CPU that they block
-the worker. So both devices run the same functions in the same order, and the order in which all ranks *put*
-their work is the order in which they issue their collectives.
+inside are synchronous, which on CUDA means that they run on the queue's own stream, and on CPU that they
+block the worker. So both devices run the same functions in the same order, and the order in which all ranks
+*put* their work is the order in which they issue their collectives.
 
 On CUDA `put` issues the kernels at once, behind all that the computation has been given so far, and the host
 goes on. A buffer that both sides use is kept by its ticket until the computation has waited for it: then the
@@ -112,7 +112,7 @@ class Queue:
             weakref.finalize(self, self._waiting.put, None)
 
     def put(self, phase: str, group: str, work: Callable[[], T]) -> Ticket[T]:
-        """Run `work` after all that was put before; on CUDA also after all that the computation has so far."""
+        """Run `work` after all that was put before, and on CUDA after all that the computation has so far."""
         ticket = Ticket(self, phase, group, work)
         if self.on_put is not None:
             self.on_put(phase, group)
@@ -141,5 +141,7 @@ def _serve(waiting: queue.SimpleQueue[Ticket | None]) -> None:
     while (ticket := waiting.get()) is not None:
         ticket._run()
         done = ticket._done
-        del ticket  # before anyone is told: who has waited for the last user of a buffer may count on its memory
+        del (
+            ticket
+        )  # before anyone is told: who has waited for the last user of a buffer may count on its memory
         done.release()

@@ -159,8 +159,7 @@ class Runtime:
                     self._inside.setdefault(by_module[module], set()).add(outer)
         for param in self.params:
             param.settle, param.reduce_due = self.synchronize, self.reduce_due
-        reduced = weakref.WeakMethod(self._base_reduced)  # what hooks of tensors refer to is never freed
-        fsdp.call_when_reduced(self.model, lambda tensor: (call := reduced()) and call(tensor))
+        fsdp.call_when_reduced(self.model, self._base_reduced)
         # Where a group's own outputs cannot be hooked, the model's begin the backward.
         self.model.register_forward_hook(
             untraced(lambda module, args, kwargs, out: self._root_post_forward((args, kwargs), out)),
@@ -336,9 +335,9 @@ class Runtime:
             self._feeds = self._feeds or fsdp.accumulates_into(p.gathered for p in group.params)
         group.gather()
         previous = self._group_before.get(group)
-        if previous is not None and self._next_group.get(previous) is group:
-            if previous.ran and not previous.reached and previous not in self._open:
-                previous.gather()
+        is_next = previous is not None and self._next_group.get(previous) is group
+        if is_next and previous.ran and not previous.reached and previous not in self._open:
+            previous.gather()
         for earlier in over:
             self._send(earlier)
         group.wait()
@@ -443,23 +442,23 @@ class Runtime:
         left = next((group for group in self.groups if group.unreduced), None)
         if left is not None:
             raise RuntimeError(
-                f"{left.params[0].param_name} has gradients that are not reduced: the backwards since the last "
-                "step ran under dmuon.no_sync, or with FSDP2's set_requires_gradient_sync(False) or "
+                f"{left.params[0].param_name} has gradients that are not reduced: the backwards since the "
+                "last step ran under dmuon.no_sync, or with FSDP2's set_requires_gradient_sync(False) or "
                 "set_requires_all_reduce(False), which still holds. Let the last backward before a step "
                 "communicate; optimizer.zero_grad() drops the gradients."
             )
         hidden = next((group for group in self.groups if group.holds_gradients), None)
         if hidden is not None:
             raise RuntimeError(
-                f"{hidden.params[0].param_name} has gradients of a backward that went unnoticed: neither in what "
-                f"{hidden.name} nor in what the model returned was a tensor to be found. Return tensors, or "
+                f"{hidden.params[0].param_name} has gradients of a backward that went unnoticed: neither in "
+                f"what {hidden.name} nor in what the model returned was a tensor to be found. Return tensors, or "
                 "containers or objects that hold some; optimizer.zero_grad() drops the gradients."
             )
         if self._fruitless and all(param.resting.grad is None for param in self.params):
             raise RuntimeError(
-                f"the backward has come to {self.params[0].param_name} and given it no gradient: it was called "
-                "for the gradients of other tensors alone, as torch.autograd.grad is. Call backward for those "
-                "of the weights before the step."
+                f"the backward has come to {self.params[0].param_name} and given it no gradient: it was "
+                "called for the gradients of other tensors alone, as torch.autograd.grad is. Call backward for "
+                "those of the weights before the step."
             )
 
     def drop_unreduced_gradients(self) -> None:

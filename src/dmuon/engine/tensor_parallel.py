@@ -126,7 +126,9 @@ class TensorParallel:
         sizes = [mesh.shape[dim] for dim in cutting]
         places = itertools.product(*map(range, sizes))  # row-major, as the grid is
         # In the order of a process group of these ranks, which ascends.
-        ranks, where = zip(*sorted(zip(grid[tuple(others)].flatten().tolist(), places, strict=True)), strict=True)
+        ranks, where = zip(
+            *sorted(zip(grid[tuple(others)].flatten().tolist(), places, strict=True)), strict=True
+        )
         pieces = tuple(
             _slices(shape, [(placements[d].dim, n, i) for d, n, i in zip(cutting, sizes, place, strict=True)])  # type: ignore[attr-defined]
             for place in where

@@ -268,15 +268,15 @@ class Muon(Optimizer):
         coarse = [g for g in groups if torch.finfo(g.precision.reduce_dtype(g.params[0])).bits < 32]
         if coarse and longest > _EXACT_CHAIN:
             logger.warning(
-                "gradients are reduced in %s over %d ranks in a chain, each of which rounds. Give fully_shard "
-                "a MixedPrecisionPolicy with reduce_dtype=torch.float32 (or dedicate_params an mp_policy).",
+                "gradients are reduced in %s over %d ranks in a chain, each of which rounds. Give "
+                "fully_shard a MixedPrecisionPolicy with reduce_dtype=torch.float32 (or dedicate_params an mp_policy).",
                 coarse[0].precision.reduce_dtype(coarse[0].params[0]),
                 longest,
             )
         if layout.shard_size > _LONG_ROW:
             logger.warning(
                 "a row has %d ranks: weights and gradients pass through all of them in a chain, which takes "
-                "long for small matrices. Use HSDP, with rows of at most %d ranks: a (replicate, shard) mesh.",
+                "long for small matrices. Use HSDP with rows of at most %d: a (replicate, shard) mesh.",
                 layout.shard_size,
                 _LONG_ROW,
             )
