@@ -29,7 +29,8 @@ class GradScaler(torch.amp.GradScaler):
         found_inf: torch.Tensor,
         allow_fp16: bool,
     ) -> dict[torch.device, torch.Tensor]:
-        reduce_what_is_due(param for group in optimizer.param_groups for param in group["params"])
+        every = [param for group in optimizer.param_groups for param in group["params"]]
+        reduce_what_is_due(every)
         kinds: dict[Any, list[torch.Tensor]] = {}
         for param in every:
             if param.grad is not None:

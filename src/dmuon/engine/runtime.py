@@ -335,8 +335,8 @@ class Runtime:
             self._feeds = self._feeds or fsdp.accumulates_into(p.gathered for p in group.params)
         group.gather()
         previous = self._group_before.get(group)
-        is_next = previous is not None and self._next_group.get(previous) is group
-        if is_next and previous.ran and not previous.reached and previous not in self._open:
+        waits = previous is not None and previous.ran and not previous.reached and previous not in self._open
+        if previous is not None and waits and self._next_group.get(previous) is group:
             previous.gather()
         for earlier in over:
             self._send(earlier)
@@ -451,14 +451,14 @@ class Runtime:
         if hidden is not None:
             raise RuntimeError(
                 f"{hidden.params[0].param_name} has gradients of a backward that went unnoticed: neither in "
-                f"what {hidden.name} nor in what the model returned was a tensor to be found. Return tensors, or "
-                "containers or objects that hold some; optimizer.zero_grad() drops the gradients."
+                f"what {hidden.name} nor in what the model returned was a tensor to be found. Return tensors, "
+                "or containers or objects that hold some; optimizer.zero_grad() drops the gradients."
             )
         if self._fruitless and all(param.resting.grad is None for param in self.params):
             raise RuntimeError(
                 f"the backward has come to {self.params[0].param_name} and given it no gradient: it was "
-                "called for the gradients of other tensors alone, as torch.autograd.grad is. Call backward for "
-                "those of the weights before the step."
+                "called for the gradients of other tensors alone, as torch.autograd.grad is. Call backward "
+                "for those of the weights before the step."
             )
 
     def drop_unreduced_gradients(self) -> None:

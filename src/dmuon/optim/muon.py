@@ -269,7 +269,8 @@ class Muon(Optimizer):
         if coarse and longest > _EXACT_CHAIN:
             logger.warning(
                 "gradients are reduced in %s over %d ranks in a chain, each of which rounds. Give "
-                "fully_shard a MixedPrecisionPolicy with reduce_dtype=torch.float32 (or dedicate_params an mp_policy).",
+                "fully_shard a MixedPrecisionPolicy with reduce_dtype=torch.float32, or dedicate_params an "
+                "mp_policy of its own.",
                 coarse[0].precision.reduce_dtype(coarse[0].params[0]),
                 longest,
             )
