@@ -1,8 +1,6 @@
 """DDP: the model whole on every rank, its matrices updated by their owners."""
 
-import contextlib
 import copy
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,19 +13,19 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 import dmuon
-import dmuon.timeline
 import layouts
-from dmuon.replicate import Replicas
+from dmuon.engine import fsdp
+from dmuon.engine.parameter import local_part
 from dmuon.engine.runtime import find_runtime
-from layouts import Model, build, distribute, is_proj, loss_of, make_mesh
+from layouts import LAYOUTS, Model, build, distribute, is_proj, loss_of, make_mesh
 from models import (
     InnerProducts,
     Transformer,
     assert_ranks_equal,
     assert_weights_close,
+    backward_both,
     everything,
     full_weights,
     mean_backward,
@@ -86,17 +84,14 @@ def storages(sizes: dict[str, int], param_dtype: torch.dtype | None) -> dict[str
             storage = local.untyped_storage()
             if local.numel():
                 kept[storage.data_ptr()] = storage.nbytes()
-        itemsize = 4 if param_dtype is None else param_dtype.itemsize
-        expected += param.piece_shape.numel() * itemsize
-        if param_dtype is not None and param.keeps_weight:
-            expected += param.piece_shape.numel() * 4
+        expected += param.piece_shape.numel() * 4
     return {"kept": sum(kept.values()), "expected": expected}
 
 
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("sizes", BOTH)
 def test_no_second_copy_of_a_weight(ranks, sizes, param_dtype):
-    """The weights computed with, and a master on the owner where those are rounded: no more."""
+    """The resting weight, which the model computes with; rounded copies live from forward to backward."""
     for answer in ranks(4, storages, sizes, param_dtype):
         assert answer["kept"] == answer["expected"]
 
@@ -105,26 +100,29 @@ def test_no_second_copy_of_a_weight(ranks, sizes, param_dtype):
 
 
 class WithBias(InnerProducts):
-    """With base parameters of which one is used on the first rank alone, the other nowhere."""
+    """With base parameters of which one is used on the ranks it is told, another one nowhere."""
 
-    def __init__(self, weights: list[torch.Tensor]) -> None:
+    def __init__(self, weights: list[torch.Tensor], users: range) -> None:
         super().__init__(weights)
+        self.users = users
         self.bias = nn.Parameter(torch.ones(2))
         self.shift = nn.Parameter(torch.ones(2))  # used everywhere: torch's DDP does not end without
         self.spare = nn.Parameter(torch.ones(2))
 
     def forward(self, targets: list[torch.Tensor | None]) -> torch.Tensor:
-        extra = self.bias.sum() if dist.get_rank() == 0 else 0
+        extra = self.bias.sum() if dist.get_rank() in self.users else 0
         return super().forward(targets) + self.shift.sum() + extra
 
 
 def used_by_one(averages: str) -> dict[str, torch.Tensor]:
-    """b is used on rank 0 alone, c nowhere."""
+    """The second matrix is used on rank 0 alone, the third nowhere."""
     torch.manual_seed(1)
     weights = [torch.randn(4, 6) for _ in range(3)]
-    model = WithBias(weights)
+    model = WithBias(weights, range(1 if averages == "torch" else 4))  # FSDP2: on all ranks, or on none
     mesh = make_mesh(DDP)
-    dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=lambda n, p: p.ndim == 2)
+    dmuon.dedicate_params_ddp(
+        model, mesh["dp"], predicate=lambda n, p: p.ndim == 2, hook_boundary=lambda name, module: name == ""
+    )
     if averages == "torch":
         wrapped = DistributedDataParallel(model, find_unused_parameters=True)
     else:
@@ -140,7 +138,9 @@ def used_by_one(averages: str) -> dict[str, torch.Tensor]:
     assert_ranks_equal(weights)
     weights["momentum"] = optimizer.state[model.layers[1].weight]["momentum_buffer"]._local_tensor
     assert model.spare.grad is None
-    torch.testing.assert_close(model.bias.grad, torch.full((2,), 0.5))  # 1/4 and 1/4
+    torch.testing.assert_close(
+        local_part(model.bias.grad), torch.full((2,), len(model.users) / 2)
+    )  # added up
     return weights
 
 
@@ -162,87 +162,6 @@ def test_a_parameter_used_on_one_rank_only(ranks, averages):
     buffers = [a["momentum"] for a in answers if a["momentum"].numel()]
     assert len(buffers) == 1
     torch.testing.assert_close(buffers[0], reference.buffers[oracle.layers[1].weight], atol=1e-6, rtol=0)
-
-
-class Skipping(nn.Module):
-    """Ranks run different layers, as with experts or LayerDrop, or none of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(layouts.Layer(6, 13) for _ in range(3))
-        self.head = nn.Linear(6, 3)
-
-    def forward(self, x: torch.Tensor, chosen: list[int], recompute: str = "no") -> torch.Tensor:
-        for index in chosen:
-            layer = self.layers[index]
-            x = (
-                layer(x)
-                if recompute == "no"
-                else checkpoint(layer, x, use_reentrant=recompute == "reentrant")
-            )
-        return self.head(x)
-
-
-def skip(sizes: dict[str, int], recompute: str) -> None:
-    torch.manual_seed(1)
-    model = Skipping()
-    oracle, reference = with_oracle(model)
-    optimizer = build(model, sizes)
-    mine, replicas = layouts.data_rank(sizes)
-
-    def loss(m: nn.Module, seed: int) -> torch.Tensor:
-        step, rank = divmod(seed, 10)
-        chosen = [i for i in range(3) if (step + rank + i) % 3 or rank == i] if step != 2 else []
-        chosen += chosen[:rank]  # some are used twice
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed)).requires_grad_()
-        return m(x, chosen, recompute).square().mean()
-
-    for step in range(5):
-        loss(model, 10 * step + mine).backward()
-        mean_backward(oracle, loss, [10 * step + rank for rank in range(replicas)])
-        optimizer.step()
-        reference.step()
-        if step == 3:  # a second step without a forward in between
-            optimizer.step()
-            reference.step()
-        optimizer.zero_grad()
-        reference.zero_grad()
-        if step % 2:  # else the next forward finds the publish in flight
-            assert_weights_close(model, oracle)
-    assert_weights_close(model, oracle)
-
-
-@pytest.mark.parametrize("recompute", ["no", "not_reentrant", "reentrant"])
-@pytest.mark.parametrize("sizes", BOTH)
-def test_ranks_may_run_different_layers(ranks, sizes, recompute):
-    ranks(4, skip, sizes, recompute)
-
-
-def accumulate_different_layers(sizes: dict[str, int]) -> None:
-    """One rank has gradients of every layer from a backward without communication, the others of none."""
-    torch.manual_seed(1)
-    model = Skipping()
-    oracle, reference = with_oracle(model)
-    optimizer = build(model, sizes)
-    mine, replicas = layouts.data_rank(sizes)
-
-    def loss(m: nn.Module, seed: int) -> torch.Tensor:
-        micro, rank = divmod(seed, 10)
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-        return m(x, [0, 1, 2] if micro or rank == 0 else []).square().mean()
-
-    for micro in range(2):
-        with contextlib.nullcontext() if micro else dmuon.no_sync(model):
-            loss(model, 10 * micro + mine).backward()
-        mean_backward(oracle, loss, [10 * micro + rank for rank in range(replicas)])
-    optimizer.step()
-    reference.step()
-    assert_weights_close(model, oracle)
-
-
-@pytest.mark.parametrize("sizes", BOTH)
-def test_accumulation_on_some_ranks_only(ranks, sizes):
-    ranks(4, accumulate_different_layers, sizes)
 
 
 def step_before_the_first_forward(sizes: dict[str, int]) -> None:
@@ -328,26 +247,28 @@ def test_meta_device_construction(ranks, sizes):
 
 
 def change_dtype() -> None:
-    """The owner's weights lie in the gathered buffers: a change of dtype must not lose them."""
+    """The model computes with the resting weights themselves, in whatever dtype they are.
+
+    Without base parameters: FSDP2's keep the dtype of their first forward.
+    """
     torch.manual_seed(1)
-    model = Transformer()
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    mesh = make_mesh(DDP)
-    dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=is_proj)
-    dmuon.replicate(model, mesh["dp"])
-    token_loss(model, 0)
+    before = [torch.randn(4, 6) for _ in range(3)]
+    targets = [torch.ones(4, 6)] * 3
+    model = InnerProducts(before)
+    dmuon.dedicate_params_ddp(model, make_mesh(DDP)["dp"], predicate=everything)
+    model(targets)
     for dtype in (torch.float64, torch.bfloat16):
         model.to(dtype)
-        token_loss(model, 0)
-        for name, weight in full_weights(model).items():
+        model([target.to(dtype) for target in targets])
+        for weight, old in zip(full_weights(model).values(), before, strict=True):
             assert weight.dtype == dtype
-            assert torch.equal(weight, before[name].to(dtype)), name
+            assert torch.equal(weight, old.to(dtype))
     with torch.no_grad():
         for param in model.parameters():
             param.mul_(2)
-    token_loss(model, 0)
-    for param in dmuon.get_dedicated_params(model):
-        assert torch.equal(param.gathered.detach(), 2 * before[param.param_name].bfloat16())
+    model([target.bfloat16() for target in targets])
+    for param, old in zip(dmuon.get_dedicated_params(model), before, strict=True):
+        assert torch.equal(param.gathered.detach(), 2 * old.bfloat16())
 
 
 def test_changes_of_dtype_and_in_place(ranks):
@@ -375,8 +296,9 @@ def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
     state, optim = model.state_dict(), get_optimizer_state_dict(model, optimizer)["state"]
     for name, expected in oracle.named_parameters():
         value, momentum = state[name], optim[name].get("momentum_buffer")
-        plain = "tp" not in sizes or not isinstance(value, DTensor)
-        assert type(value) is torch.Tensor if plain else value.device_mesh.ndim == 1
+        plain = not isinstance(value, DTensor)
+        if is_proj(name, expected):  # the others are FSDP2's, on rows of one
+            assert plain if "tp" not in sizes else plain or value.device_mesh.ndim == 1
         whole = value if plain else value.full_tensor()
         assert whole.shape == expected.shape
         if param_dtype is None:
@@ -387,9 +309,8 @@ def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
         if param_dtype is None:
             assert (whole - reference.buffers[expected]).abs().max() < 1e-6, name
         assert whole.dtype == value.dtype == torch.float32
-        assert (
-            value.untyped_storage().nbytes() == value.numel() * 4 if plain else True
-        )  # not the whole buffer
+        if plain:
+            assert value.untyped_storage().nbytes() == value.numel() * 4  # not the whole buffer
     other = Model()
     distribute(other, sizes, mp_policy=policy)
     with torch.autocast("cpu", torch.bfloat16, enabled=param_dtype is not None):
@@ -407,6 +328,61 @@ def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("sizes", BOTH)
 def test_state_dicts_are_those_of_ddp(ranks, sizes, param_dtype):
     ranks(4, states, sizes, param_dtype)
+
+
+def state_dict_on_one_rank() -> None:
+    """As scripts for DDP save: after steps, while other ranks go on."""
+    torch.manual_seed(1)
+    model = Model()
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, DDP)
+    for step in range(3):
+        backward_both(model, oracle, step, loss_of)
+        step_both(optimizer, reference)
+        if dist.get_rank() == step:
+            for name, value in model.state_dict().items():
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                torch.testing.assert_close(whole, oracle.state_dict()[name], atol=1e-5, rtol=0)
+    assert_weights_close(model, oracle)
+
+
+def test_state_dict_on_one_rank_alone(ranks):
+    ranks(4, state_dict_on_one_rank)
+
+
+# Weights that the user writes
+
+
+def swap_in_an_average(sizes: dict[str, int]) -> None:
+    """Write an average of the weights into the parameters, evaluate, write the weights back, train on."""
+    torch.manual_seed(1)
+    model = Model()
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, sizes)
+    averages = [{name: p.detach().clone() for name, p in m.named_parameters()} for m in (model, oracle)]
+    for step in range(3):
+        backward_both(model, oracle, step, loss_of)
+        step_both(optimizer, reference)
+        optimizer.synchronize()
+        weights = []
+        for one, average in zip((model, oracle), averages, strict=True):
+            weights.append({name: p.detach().clone() for name, p in one.named_parameters()})
+            for name, p in one.named_parameters():
+                average[name].mul_(0.5).add_(p.detach(), alpha=0.5)
+                p.data.copy_(average[name])
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        with torch.no_grad():
+            torch.testing.assert_close(model(x), oracle(x), atol=1e-5, rtol=0)
+        fsdp.reshard(model)  # FSDP2 itself would go on with the base parameters of the evaluation
+        for one, before in zip((model, oracle), weights, strict=True):
+            for name, p in one.named_parameters():
+                p.data.copy_(before[name])
+    assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_an_average_that_is_swapped_in(ranks, sizes):
+    ranks(4, swap_in_an_average, sizes)
 
 
 # What is refused
@@ -466,33 +442,3 @@ def test_what_does_not_fit_is_refused(ranks):
     assert "already" in twice
     assert "dmuon.dedicate_params with fully_shard" in sharded
     assert "process_group" in group
-
-
-# Overlap
-
-
-def base_reductions() -> list[bool]:
-    """Whether each all-reduce of base parameters began before the first layer's backward was over."""
-    settings = Replicas.start.__globals__
-    whole, settings["_BUCKET_BYTES"] = settings["_BUCKET_BYTES"], 1  # a bucket for each parameter
-    try:
-        model = Model()
-        build(model, DDP)
-        moments: list[int] = []
-
-        def mark(module: nn.Module, args: Any, output: torch.Tensor) -> None:
-            output.register_hook(lambda gradient: moments.append(time.time_ns()))
-
-        model.layers[0].norm.register_forward_hook(mark)
-        with dmuon.timeline.record(model) as intervals:
-            loss_of(model, dist.get_rank()).backward()
-        return [interval.begin < moments[0] for interval in intervals if interval.phase == "base"]
-    finally:
-        settings["_BUCKET_BYTES"] = whole
-
-
-def test_base_gradients_are_averaged_during_backward(ranks):
-    for before in ranks(4, base_reductions):
-        # Those of the head and of the last layer; the first layer's norm comes after the mark.
-        assert len(before) == 8
-        assert sum(before) >= 5

@@ -20,6 +20,7 @@ from dmuon.engine.runtime import find_runtime
 from layouts import FEWER, LAYOUTS, RESIDENCIES, Sizes, build, dedicate_on, distribute
 from models import (
     Transformer,
+    agreed,
     assert_weights_close,
     backward_both,
     dedicate,
@@ -174,8 +175,7 @@ def run_orders(sizes: Sizes, reshard: bool, orders: list[list[int]], **kwargs: A
     for step, order in enumerate(orders):
         backward_both(model, oracle, step, routed_loss(order))
         for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
-            took_part = "ddp" in sizes and is_proj(name, q)  # there, all do in every backward
-            assert (p.grad is None) == (q.grad is None and not took_part), name
+            assert (p.grad is None) == (q.grad is None), name
         step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
@@ -196,6 +196,32 @@ def test_layers_skipped_and_used_again(ranks, sizes, reshard):
 @pytest.mark.parametrize(("sizes", "reshard"), FEWER)
 def test_outputs_of_any_kind(ranks, sizes, reshard, wrap):
     ranks(4, run_orders, sizes, reshard, [[0, 1, 2, 3], [0, 1, 1, 3]], wrap=wrap)
+
+
+class Hiding(Routed):
+    """Even the model's output is hidden."""
+
+    def forward(self, x: torch.Tensor, order: list[int]) -> Any:
+        y = super().forward(x, order)
+        return lambda: y
+
+
+def hide_everything(sizes: Sizes) -> str:
+    model = Hiding(wrap="closure")
+    for name, param in model.named_parameters():
+        param.requires_grad_(is_proj(name, param))  # no base parameters: FSDP2's would be lost as well
+    dedicate_on(model, sizes)
+    optimizer = dmuon.Muon(model)
+    model(torch.ones(5, 6), [0, 1])().sum().backward()
+    with pytest.raises(RuntimeError, match="went unnoticed") as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_backward_that_cannot_be_seen_is_an_error(ranks, sizes):
+    assert "layers.0.in_proj.weight has gradients" in agreed(ranks, sizes, hide_everything)
 
 
 def prefetched_then_stepped(sizes: Sizes, reshard: bool) -> None:
@@ -337,10 +363,9 @@ def change_weights(sizes: Sizes, reshard: bool) -> None:
         with torch.no_grad():  # in place, after they were gathered for the evaluation
             p.mul_(0.5)
             q.mul_(0.5)
-    if "ddp" not in sizes:  # where weights are gathered for every forward
-        for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
-            p.data.mul_(0.5)  # and past autograd's version counter
-            q.data.mul_(0.5)
+    for p, q in zip(model.parameters(), oracle.parameters(), strict=True):
+        p.data.mul_(0.5)  # and past autograd's version counter
+        q.data.mul_(0.5)
     backward_both(model, oracle, 0, routed_loss(order))
     step_both(optimizer, reference)
     assert_weights_close(model, oracle)
