@@ -82,9 +82,11 @@ PLAN = {
 }
 
 
-def make_mesh(sizes: Sizes) -> DeviceMesh:
-    """The mesh; DDP's dim is called "dp" on it, as users do."""
+def make_mesh(sizes: Sizes, order: Any = None) -> DeviceMesh:
+    """The mesh; DDP's dim is called "dp" on it, as users do. order: its ranks, nested; None: ascending."""
     names = tuple("dp" if name == "ddp" else name for name in sizes)
+    if order is not None:
+        return DeviceMesh("cpu", order, mesh_dim_names=names)
     return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=names)
 
 
@@ -133,9 +135,11 @@ def shard(model: nn.Module, mesh: DeviceMesh, **kwargs: Any) -> None:
     fully_shard(model, mesh=dp, **kwargs)
 
 
-def dedicate_on(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwargs: Any) -> DeviceMesh:
+def dedicate_on(
+    model: nn.Module, sizes: Sizes, *, mesh: DeviceMesh | None = None, reshard: bool = True, **kwargs: Any
+) -> DeviceMesh:
     """Tensor parallelism and the dedicated parameters; the base ones stay as they are."""
-    mesh = make_mesh(sizes)
+    mesh = mesh if mesh is not None else make_mesh(sizes)
     if "tp" in sizes:
         parallelize(model, mesh)
     if "ddp" not in sizes:
@@ -147,9 +151,11 @@ def dedicate_on(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwarg
     return mesh
 
 
-def distribute(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwargs: Any) -> DeviceMesh:
+def distribute(
+    model: nn.Module, sizes: Sizes, *, mesh: DeviceMesh | None = None, reshard: bool = True, **kwargs: Any
+) -> DeviceMesh:
     """All that comes before the optimizer, by the calls of the documentation."""
-    mesh = dedicate_on(model, sizes, reshard=reshard, **kwargs)
+    mesh = dedicate_on(model, sizes, mesh=mesh, reshard=reshard, **kwargs)
     if "ddp" not in sizes:
         shard(model, mesh, reshard_after_forward=reshard)
     else:
@@ -159,9 +165,15 @@ def distribute(model: nn.Module, sizes: Sizes, *, reshard: bool = True, **kwargs
 
 
 def build(
-    model: nn.Module, sizes: Sizes, *, reshard: bool = True, predicate: Any = is_proj, **muon: Any
+    model: nn.Module,
+    sizes: Sizes,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard: bool = True,
+    predicate: Any = is_proj,
+    **muon: Any,
 ) -> dmuon.Muon:
-    distribute(model, sizes, reshard=reshard, predicate=predicate)
+    distribute(model, sizes, mesh=mesh, reshard=reshard, predicate=predicate)
     return dmuon.Muon(model, **muon)
 
 
