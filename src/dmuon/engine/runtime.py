@@ -451,8 +451,8 @@ class Runtime:
         if hidden is not None:
             raise RuntimeError(
                 f"{hidden.params[0].param_name} has gradients of a backward that went unnoticed: neither in "
-                f"what {hidden.name} nor in what the model returned was a tensor to be found. Return tensors, "
-                "or containers or objects that hold some; optimizer.zero_grad() drops the gradients."
+                f"what {hidden.name} nor in what the model returned was a tensor to be found. Return tensors "
+                "or objects that hold some; optimizer.zero_grad() drops the gradients."
             )
         if self._fruitless and all(param.resting.grad is None for param in self.params):
             raise RuntimeError(
