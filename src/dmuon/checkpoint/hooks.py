@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 
 from ..engine.collectives import explained
 from ..engine.layout import wrap_local
+from ..engine.owned import OwnedTensor
 from ..engine.parameter import READ_RULE, DedicatedParam
 from ..optim.newton_schulz import COEFFICIENTS, Coefficients
 
@@ -122,7 +123,7 @@ def evenly_sharded(params: list[DedicatedParam]) -> Iterator[None]:
     """
     try:
         for param in params:
-            stand_in = _stock_weight(param) if _torch_can_cut(param) else param.full_tensor()
+            stand_in = _stock_weight(param) if _torch_can_cut(param) else param.full_tensor().detach()
             param.module._parameters[param.attribute] = nn.Parameter(stand_in, param.resting.requires_grad)
         yield
     finally:
@@ -321,17 +322,9 @@ def _plain(coefficients: Any) -> Any:
     return plain if plain and isinstance(plain[0], list) else [plain]
 
 
-def _stock_momentum(param: DedicatedParam, momentum: DTensor) -> torch.Tensor:
+def _stock_momentum(param: DedicatedParam, momentum: OwnedTensor) -> torch.Tensor:
     param.check_momentum(momentum)
-    state = torch.empty(param.state_shape, dtype=momentum.dtype, device=param.layout.device)
-    if param.keeps_state:
-        state.copy_(momentum._local_tensor)
-    with explained(f"the broadcast of the momentum of {param.param_name} to all ranks", READ_RULE):
-        if param.in_owner_row and param.tp is not None and param.is_cut and not param.in_pieces:
-            param.tp.broadcast_from(state, param.tp_owner)
-        if param.keeps_weight:
-            param.layout.broadcast_down(state, param.coordinate)
-        param.layout.broadcast_along(state, param.coordinate)
+    state = param.spread(momentum)
     return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
 
 

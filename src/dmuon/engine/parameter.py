@@ -16,6 +16,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from .collectives import explained
 from .layout import DataParallelLayout, Owner, wrap_local
+from .owned import OwnedTensor
 from .tensor_parallel import TensorParallel
 
 Version = tuple[int, int]
@@ -92,9 +93,10 @@ class DedicatedParam:
         if not local.is_meta:
             local = local.to(layout.device)
         self.mesh = layout.mesh if tp is None else layout.with_tp(tp.mesh)
-        placements = layout.weight_placements() + (tp.placements if tp is not None else ())
-        weight = wrap_local(local, self.full_shape, self.mesh, placements)
-        self.resting = nn.Parameter(weight, requires_grad=source.requires_grad)
+        weight = wrap_local(local, self.full_shape, self.mesh, self.weight_placements)
+        # A weak reference, so that a tensor does not keep the engine alive.
+        self._reference = weakref.ref(self)
+        self.resting = nn.Parameter(OwnedTensor.of(weight, self._reference), source.requires_grad)
         module._parameters[attribute] = self.resting
         self.refresh()
 
@@ -221,7 +223,7 @@ class DedicatedParam:
         """
         on_module = self.module._parameters.get(self.attribute)
         shown = on_module is self.resting or (on_module is self.gathered and on_module is not None)
-        if shown and "full_tensor" in self.resting.__dict__:
+        if shown and "view_as" in self.resting.__dict__:
             return
         if not shown:
             raise RuntimeError(
@@ -230,11 +232,8 @@ class DedicatedParam:
                 "without assign=True, and replace weights in place (under torch.no_grad())."
             )
         self._epoch += 1  # what has dropped the attribute has replaced the weight
-        # DTensor.full_tensor assumes even chunks. An attribute on this one object answers rightly in its
-        # stead; a weak reference, so that the parameter does not keep the engine alive.
-        self.resting.full_tensor = _FullTensor(weakref.ref(self))  # type: ignore[attr-defined]
         # Zero-bubble pipelining looks for a parameter's gradient by a view of it, where torch would fail on
-        # some ranks, and on others find nothing.
+        # some ranks, and on others find nothing. An attribute on this one object.
         self.resting.view_as = partial(_refuse_view, self.param_name)  # type: ignore[method-assign]
 
     @torch.no_grad()
@@ -266,13 +265,51 @@ class DedicatedParam:
 
         shape: `full_shape`, dtype: that of the resting weight.
         """
-        return _Whole.apply(self.resting, self)
+        return self.whole_of(cast(OwnedTensor, self.resting))
+
+    def whole_of(self, tensor: OwnedTensor) -> torch.Tensor:
+        """As `full_tensor`, of any tensor that lies as the weight or its gradient does."""
+        return _Whole.apply(tensor, self)
 
     @torch.no_grad()
-    def whole(self) -> torch.Tensor:
-        """As `full_tensor`, without autograd."""
-        piece = self.piece()
-        return piece if self.tp is None else self.tp.wrap(piece).full_tensor()
+    def spread(self, tensor: OwnedTensor) -> torch.Tensor:
+        """A tensor, on every rank: this rank's piece of what lies as the weight does (`piece_shape`), or what
+        the owner keeps (`state_shape`). Collective."""
+        local = tensor._local_tensor
+        if tensor is self.resting:
+            return self.piece()
+        if tensor.placements == self.weight_placements:
+            self.settle()
+            kept, shape = self.keeps_weight, self.piece_shape
+        else:
+            kept, shape = self.keeps_state, self.state_shape
+        result = torch.empty(shape, dtype=tensor.dtype, device=self.layout.device)
+        if kept:
+            result.copy_(local)
+        with explained(f"the broadcast of a tensor of {self.param_name} to all ranks", READ_RULE):
+            if tensor.placements != self.weight_placements:
+                if self.in_owner_row and self.tp is not None and self.is_cut and not self.in_pieces:
+                    self.tp.broadcast_from(result, self.tp_owner)
+                if self.keeps_weight:
+                    self.layout.broadcast_down(result, self.coordinate)
+            self.layout.broadcast_along(result, self.coordinate)
+        return result
+
+    def to_owner(self, tensor: OwnedTensor) -> OwnedTensor:
+        """What lies as the weight does, where the gradient lies. If cut, collective in the owner row."""
+        mine: torch.Tensor | None = tensor._local_tensor
+        if self.tp is not None and self.is_cut and not self.in_pieces and self.in_owner_row:
+            mine = self.tp.wrap(tensor._local_tensor).full_tensor()
+        return self.wrap_owned(mine if self.keeps_state else None, tensor.dtype)
+
+    def from_whole(self, whole: torch.Tensor, placements: tuple[Placement, ...]) -> DTensor:
+        """What every rank has whole, as it lies with those who keep it."""
+        at_owner = placements == self.owner_placements and placements != self.weight_placements
+        kept = self.keeps_state if at_owner else self.keeps_weight
+        if self.tp is not None and (self.in_pieces or not at_owner):
+            whole = whole[self.tp.pieces[self.tp.position]]
+        local = whole.contiguous() if kept else whole.new_empty((0, *whole.shape[1:]))
+        return wrap_local(local, self.full_shape, self.mesh, placements)
 
     def show_gathered(self) -> None:
         """Put the gathered parameter on the module."""
@@ -287,6 +324,11 @@ class DedicatedParam:
 
     # The gradient
 
+    @property
+    def weight_placements(self) -> tuple[Placement, ...]:
+        """Placements on `mesh` of the resting weight."""
+        return self.layout.weight_placements() + (self.tp.placements if self.tp is not None else ())
+
     def fsdp_placements(self) -> tuple[Placement, ...]:
         """The placements on `mesh` that plain FSDP2 would have given it."""
         tp = self.tp
@@ -297,7 +339,7 @@ class DedicatedParam:
         rows = Shard(0) if pieces == 1 else _StridedShard(0, split_factor=pieces)
         return (*self.layout.weight_placements()[:-1], rows, *tp.placements)
 
-    def wrap_owned(self, local: torch.Tensor | None, dtype: torch.dtype) -> DTensor:
+    def wrap_owned(self, local: torch.Tensor | None, dtype: torch.dtype) -> OwnedTensor:
         """What lives with the one owner, as a DTensor: gradient and momentum.
 
         Args:
@@ -306,7 +348,8 @@ class DedicatedParam:
         """
         if local is None:
             local = torch.empty((0, *self.state_shape[1:]), dtype=dtype, device=self.layout.device)
-        return wrap_local(local.to(dtype), self.full_shape, self.mesh, self.owner_placements)
+        tensor = wrap_local(local.to(dtype), self.full_shape, self.mesh, self.owner_placements)
+        return OwnedTensor.of(tensor, self._reference)
 
     @torch.no_grad()
     def add_gradient(self, local: torch.Tensor | None, count: torch.Tensor | None) -> None:
@@ -423,8 +466,8 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 def record_of(tensor: torch.Tensor) -> DedicatedParam | None:
     """The dedicated parameter, of whatever model, whose resting parameter `tensor` is."""
-    answer = getattr(tensor, "__dict__", {}).get("full_tensor")
-    return answer.param() if isinstance(answer, _FullTensor) else None
+    param = tensor.record() if isinstance(tensor, OwnedTensor) else None
+    return param if param is not None and param.resting is tensor else None
 
 
 def reduce_what_is_due(tensors: Iterable[torch.Tensor]) -> None:
@@ -434,26 +477,15 @@ def reduce_what_is_due(tensors: Iterable[torch.Tensor]) -> None:
         reduce_due()
 
 
-class _FullTensor:
-    """Stands in for `DTensor.full_tensor` on a resting parameter."""
-
-    def __init__(self, param: weakref.ref[DedicatedParam]) -> None:
-        self.param = param
-
-    def __call__(self, *, grad_placements: object = None) -> torch.Tensor:
-        param = self.param()
-        if param is None:
-            raise RuntimeError("the model that this dedicated parameter belonged to is gone")
-        return param.full_tensor()
-
-
 class _Whole(torch.autograd.Function):
-    """The whole weight, as a function of the resting parameter."""
+    """The whole, as a function of what lies with the owner."""
 
     @staticmethod
-    def forward(ctx: Any, resting: torch.Tensor, param: DedicatedParam) -> torch.Tensor:
-        ctx.param = param
-        return param.whole()
+    def forward(ctx: Any, tensor: OwnedTensor, param: DedicatedParam) -> torch.Tensor:
+        ctx.param, ctx.placements, ctx.dtype = param, tensor.placements, tensor.dtype
+        spread = param.spread(tensor)
+        is_piece = param.in_pieces or tensor.placements == param.weight_placements
+        return param.tp.wrap(spread).full_tensor() if param.tp is not None and is_piece else spread
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -462,7 +494,5 @@ class _Whole(torch.autograd.Function):
         if param.resting.grad is not None:
             param._keep_gradient_as_ours()
             param.resting.grad._dmuon_count = None  # type: ignore[attr-defined]  # there is one now
-        mine = gradient
-        if param.in_pieces and param.tp is not None:
-            mine = gradient[param.tp.pieces[param.tp.position]].contiguous()
-        return param.wrap_owned(mine if param.keeps_state else None, param.resting.dtype), None
+        own = param.from_whole(gradient.to(ctx.dtype), param.owner_placements)
+        return OwnedTensor.of(own, param._reference), None

@@ -101,7 +101,6 @@ class Runtime:
             attributes.setdefault(param.module, set()).add(param.attribute)
         for module, names in attributes.items():
             fsdp.hide_from_fully_shard(module, names, model)
-            _refresh_after_apply(module, [param for param in params if param.module is module])
         model.register_forward_pre_hook(self._enter)
 
     def __deepcopy__(self, memo: object) -> Runtime:
@@ -582,19 +581,6 @@ class _EndOfBackward:
 
     def __call__(self) -> None:
         self._runtime._finish_backward()
-
-
-def _refresh_after_apply(module: nn.Module, params: list[DedicatedParam]) -> None:
-    """Renew after `model.to(...)`, `to_empty` and the like what they drop from parameters; by an attribute on
-    the module, as they call it."""
-
-    def apply(fn: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        result = type(module)._apply(module, fn, recurse)  # looked up at the call: fully_shard changes it
-        for param in params:
-            param.refresh()
-        return result
-
-    module.__dict__["_apply"] = apply
 
 
 def _enclosing(name: str, modules: dict[str, nn.Module]) -> nn.Module | None:
