@@ -243,7 +243,7 @@ WRONG_TYPES: list[tuple[dict[str, Any], str]] = [
     ({"predicate": "proj"}, "predicate"),
     ({"predicate": ["proj"]}, "predicate"),
     ({"reshard_after_forward": 2}, "reshard_after_forward"),
-    ({"reshard_after_forward": None}, "reshard_after_forward"),
+    ({"reshard_after_forward": "yes"}, "reshard_after_forward"),
     ({"mp_policy": torch.bfloat16}, "mp_policy"),
     ({"hook_boundary": "layers"}, "hook_boundary"),
     ({"hook_boundary": [Block]}, "hook_boundary"),

@@ -29,7 +29,7 @@ MESHES = [  # and how many all-reduces a call issues there: one per mesh, slices
     pytest.param({"dp": 2, "tp": 2}, 2, id="fsdp-tp"),
     pytest.param({"replicate": 2, "shard": 1, "tp": 2}, 2, id="hsdp-tp"),
     pytest.param({"ddp": 4}, 1, id="ddp"),
-    pytest.param({"ddp": 2, "tp": 2}, 3, id="ddp-tp"),
+    pytest.param({"ddp": 2, "tp": 2}, 2, id="ddp-tp"),
 ]
 
 

@@ -18,7 +18,7 @@ import torch.nn as nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import dmuon
-import dmuon.comm
+import dmuon.engine.collectives
 import dmuon.optim.muon
 from layouts import Model, Sizes, build, data_rank, loss_of
 from models import full_weights
@@ -61,8 +61,8 @@ def arm(phase: str, model: nn.Module, generator: random.Random) -> None:
 
         model.layers[layer].norm.register_forward_hook(hook)
     elif phase == "exchange":
-        original = dmuon.comm.Channel.all_to_all
-        dmuon.comm.Channel.all_to_all = after(passed, original)
+        original = dmuon.engine.collectives.Peers.all_to_all
+        dmuon.engine.collectives.Peers.all_to_all = after(passed, original)
     elif phase == "step":
         original = dmuon.optim.muon.apply_update
         dmuon.optim.muon.apply_update = after(3 * step, original)

@@ -59,7 +59,7 @@ class OwnedTensor(DTensor):
             )
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if in_place:
-            return flat[0] if isinstance(flat[0], torch.Tensor) else result
+            return None if result is None else flat[0]
 
         def wrap(value: Any) -> Any:
             if type(value) is DTensor:
