@@ -36,9 +36,12 @@ LAYOUTS = [*FSDP_LAYOUTS, *DDP_LAYOUTS]
 # With `reshard_after_forward`, which means nothing under DDP.
 RESIDENCIES = [
     *(
-        pytest.param(*layout.values, reshard, id=f"{layout.id}-{residency}")
+        pytest.param(*layout.values, reshard, id=f"{layout.id}-{residency}", marks=marks)
         for layout in FSDP_LAYOUTS
-        for reshard, residency in ((True, "while_used"), (False, "until_backward_done"))
+        for reshard, residency, marks in (
+            (True, "while_used", ()),
+            (False, "until_backward_done", () if layout.id == "dp4" else pytest.mark.combination),
+        )
     ),
     *(pytest.param(*layout.values, True, id=layout.id) for layout in DDP_LAYOUTS),
 ]

@@ -9,33 +9,39 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
 import dmuon.optim.muon
 from dmuon.engine.runtime import find_runtime
 from layouts import (
-    FSDP_LAYOUTS,
     LAYOUTS,
     Layer,
     Model,
     Sizes,
     build,
     data_rank,
+    dedicate_on,
     distribute,
     is_proj,
     loss_of,
     make_mesh,
+    shard,
 )
 from models import (
     InnerProducts,
+    agreed,
     assert_ranks_equal,
     assert_weights_close,
+    backward_both,
     full_weights,
     mean_backward,
     step_both,
     with_oracle,
 )
+
+pytestmark = pytest.mark.always("dp4", "hsdp2x2-all_reduce", "ddp2-tp2")
 
 Micro = Callable[
     [nn.Module, bool], contextlib.AbstractContextManager
@@ -134,7 +140,7 @@ def test_every_way_gives_the_same_update(ranks, sizes, micro):
 
 
 @pytest.mark.parametrize("micro", FSDP2S, ids=lambda fn: fn.__name__)
-@pytest.mark.parametrize("sizes", FSDP_LAYOUTS)
+@pytest.mark.parametrize("sizes", LAYOUTS)
 def test_fsdp2s_own_switches(ranks, sizes, micro):
     ranks(4, train, sizes, micro)
 
@@ -167,6 +173,8 @@ def test_torchs_ddp(ranks):
 
 # What is communicated
 
+REDUCTIONS = {"reduce", "reduce_replicas", "exchange"}
+
 
 def traffic(sizes: dict[str, int], micro: Micro) -> list[dict[str, int]]:
     model = Model()
@@ -185,8 +193,8 @@ def traffic(sizes: dict[str, int], micro: Micro) -> list[dict[str, int]]:
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_nothing_is_reduced_without_sync(ranks, sizes):
     for unsynced, synced in ranks(4, traffic, sizes, no_sync):
-        assert not set(unsynced) & {"reduce", "reduce_replicas", "exchange", "base"}
-        assert "reduce" in synced or sizes.get("shard") == 1
+        assert not set(unsynced) & REDUCTIONS
+        assert set(synced) & REDUCTIONS
 
 
 def test_replicas_are_left_out_without_all_reduce(ranks):
@@ -211,7 +219,7 @@ def drop(sizes: dict[str, int]) -> None:
     optimizer = build(model, sizes)
     mine, replicas = data_rank(sizes)
     for step in range(2):
-        micro = all_reduce if "replicate" in sizes and step else no_sync
+        micro = all_reduce if step else no_sync
         with micro(model, False):
             loss_of(model, 7).backward()
         optimizer.zero_grad()
@@ -251,8 +259,7 @@ def skip_in_the_last(sizes: dict[str, int]) -> None:
 
     def loss(m: nn.Module, seed: int) -> torch.Tensor:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed))
-        turn = seed // 10 % 10 + ("ddp" in sizes) * (seed % 10)  # under DDP, every rank has its own
-        return m(x, [[0, 1], [1, 2], [0]][turn % 3]).square().mean()
+        return m(x, [[0, 1], [1, 2], [0]][seed // 10 % 10 % 3]).square().mean()
 
     for step in range(2):
         for index in range(3):
@@ -289,13 +296,118 @@ def diagonals(sizes: Sizes, micro: Micro) -> None:
 
 
 def all_diagonals(sizes: Sizes) -> None:
-    for micro in [every_one, no_sync, *(FSDP2S if "ddp" not in sizes else ())]:
+    for micro in [every_one, no_sync, *FSDP2S]:
         diagonals(sizes, micro)
 
 
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_two_micro_batches_are_one_update(ranks, sizes):
     ranks(4, all_diagonals, sizes)
+
+
+# In which dtype
+
+
+def large_and_small(sizes: Sizes) -> None:
+    """Gradients of 256 and 1, in bfloat16, whose sum is 256 there."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model = InnerProducts([torch.zeros(3, 5)] * 3 + [torch.zeros(4, 4)])
+    distribute(model, sizes, predicate=lambda name, param: param.shape == (3, 5), mp_policy=policy)
+    optimizer = dmuon.Muon(model)
+    for micro in [no_sync, *FSDP2S]:
+        for index, value in enumerate((256.0, 1.0)):
+            with micro(model, index == 1):
+                model([torch.full((3, 5), value).bfloat16()] * 3 + [torch.zeros(4, 4)]).backward()
+        for record in dmuon.get_dedicated_params(model):
+            if record.is_owner:
+                assert (record.local_gradient() == 257).all(), micro.__name__
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_gradients_add_up_in_the_reduce_dtype(ranks, sizes):
+    ranks(4, large_and_small, sizes)
+
+
+def many_as_fsdp2(sizes: Sizes) -> None:
+    """64 micro-batches in bfloat16, beside plain FSDP2."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    torch.manual_seed(1)
+    plain, model = Model(), Model()
+    model.load_state_dict(plain.state_dict())
+    mesh = dedicate_on(model, sizes)
+    for one in (plain, model):
+        shard(one, mesh, mp_policy=policy)
+    find_runtime(model).seal()
+    for index in range(64):
+        for one in (plain, model):
+            one.set_requires_gradient_sync(index == 63)
+            loss_of(one, 10 * index + dist.get_rank()).backward()
+    for record in dmuon.get_dedicated_params(model):
+        expected = plain.get_parameter(record.param_name).grad.full_tensor()
+        if record.is_owner:
+            torch.testing.assert_close(record.local_gradient(), expected, rtol=1e-5, atol=1e-8)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"replicate": 2, "shard": 2}], ids=str)
+def test_many_micro_batches_are_those_of_fsdp2(ranks, sizes):
+    ranks(4, many_as_fsdp2, sizes)
+
+
+# Steps without a last backward
+
+
+def ignored(sizes: Sizes) -> list[str]:
+    """A step while nothing is to be reduced; zero_grad lets the training go on."""
+    torch.manual_seed(1)
+    model = Model()
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, sizes)
+    messages = []
+    ways = [no_sync, *FSDP2S] if find_runtime(model).layout.replicate_size > 1 else [no_sync, gradient_sync]
+    for step, micro in enumerate(ways):
+        with micro(model, False):
+            loss_of(model, 7).backward()
+            with pytest.raises(RuntimeError, match=r"layers\.0\.\w+\.weight has gradients") as caught:
+                optimizer.step()
+        messages.append(str(caught.value))
+        optimizer.zero_grad()
+        with micro(model, True):
+            backward_both(model, oracle, step, loss_of)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+    return messages
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_a_step_that_would_ignore_gradients_is_an_error(ranks, sizes):
+    agreed(ranks, sizes, ignored)
+
+
+def reduced_when_due(sizes: Sizes, micro: Micro) -> None:
+    """Sync is switched on again, but no backward follows: what comes next reduces."""
+    torch.manual_seed(1)
+    model = Model()
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, sizes)
+    for step, clip in enumerate([False, True, False]):
+        for index in range(2):
+            with micro(model, False):
+                backward_both(model, oracle, 10 * step + index, loss_of)
+        with micro(model, True):
+            pass
+        if clip:
+            norm = dmuon.clip_grad_norm_(model, 0.1)
+            expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
+            torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("micro", [no_sync, gradient_sync, last_backward], ids=lambda fn: fn.__name__)
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_gradients_that_are_due_are_reduced(ranks, sizes, micro):
+    ranks(4, reduced_when_due, sizes, micro)
 
 
 def divide(sizes: dict[str, int], factor: float) -> None:
@@ -314,7 +426,7 @@ def divide(sizes: dict[str, int], factor: float) -> None:
             torch.testing.assert_close(param.local_gradient(), expected)
 
 
-@pytest.mark.parametrize("sizes", FSDP_LAYOUTS)
+@pytest.mark.parametrize("sizes", LAYOUTS)
 def test_the_divisor_is_fsdp2s(ranks, sizes):
     ranks(4, divide, sizes, 3.0)
 

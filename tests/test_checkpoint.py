@@ -34,6 +34,8 @@ from models import (
     with_oracle,
 )
 
+pytestmark = pytest.mark.always("dp2-tp2", "ddp4", "(4,)", "(2, 2)")
+
 SETTINGS: dict[str, Any] = {"lr": 0.05, "weight_decay": 0.1, "adamw_lr": 3e-3}
 
 

@@ -105,6 +105,7 @@ def moved(sizes: dict[str, int], ratio: float, gram: dict[str, Any]) -> dict[str
 
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}], ids=str)
+@pytest.mark.always("4", "7")
 def test_used_exactly_where_it_moves_fewer_bytes(ranks, sizes, ratio):
     tp = sizes["tp"]
     never = ranks(4, moved, sizes, ratio, {})[0]
@@ -165,6 +166,7 @@ def settings_in_groups(sizes: dict[str, int], muon: dict[str, Any], oracle_setti
 @pytest.mark.parametrize(
     "sizes", [{"dp": 2, "tp": 2}, {"replicate": 2, "shard": 1, "tp": 2}, {"ddp": 2, "tp": 2}], ids=str
 )
+@pytest.mark.always("{'dp': 2, 'tp': 2}")
 def test_settings(ranks, sizes, muon, expected):
     ranks(4, settings_in_groups, sizes, muon, expected)
 

@@ -36,6 +36,8 @@ from models import (
 )
 from reference import ReferenceMuon
 
+pytestmark = pytest.mark.always("dp4", "ddp2-tp2", "(4,)-True", "(2, 2)-False")
+
 # zero_grad between two backwards
 
 

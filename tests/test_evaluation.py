@@ -8,6 +8,8 @@ from dmuon.engine import fsdp
 from layouts import RESIDENCIES, Sizes, build
 from models import assert_weights_close, backward_both, is_proj, step_both, with_oracle
 
+pytestmark = pytest.mark.always("dp4", "hsdp2x2")
+
 
 class Layer(nn.Module):
     """In training, and only then, a part of what it adds is left out, and it counts."""

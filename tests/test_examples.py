@@ -23,6 +23,8 @@ import torch.nn.functional as F
 
 from ranks import Ranks, RanksFailed
 
+pytestmark = pytest.mark.always("dmuon-dp=2,tp=2")
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 CPU = torch.device("cpu")
 PROCESSES = 2

@@ -24,6 +24,8 @@ from layouts import Model, Sizes, build, data_rank, loss_of
 from models import full_weights
 from ranks import Ranks, RanksFailed
 
+pytestmark = pytest.mark.always("exchange-0", "any-3")
+
 STEPS = 6
 GROUP_TIMEOUT = 8.0  # seconds
 

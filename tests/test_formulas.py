@@ -24,6 +24,10 @@ from dmuon.planner.traffic import PHASES, Moves, in_sum
 from layouts import Model, is_proj, make_mesh
 from test_tensor_parallel import DDP_MESHES, MESHES
 
+pytestmark = pytest.mark.always(
+    "dp2-tp2", "dp4-uneven", "hsdp2x2-uneven", "ddp4-uneven", "ddp2-tp2-uneven", "hsdp2x1-tp2-uneven"
+)
+
 EVEN, UNEVEN = (8, 16), (6, 13)  # width and hidden width: in pieces that divide, without padding, and not
 TP_PLAN = {  # of layouts.PLAN
     "up_proj": Rule("rows", cuts_bias=True),

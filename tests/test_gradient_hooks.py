@@ -6,6 +6,8 @@ import torch
 import dmuon
 from layouts import LAYOUTS, Model, Sizes, build, loss_of
 
+pytestmark = pytest.mark.always("dp4", "hsdp2x2", "ddp2-tp2")
+
 
 def hooked(sizes: Sizes) -> tuple[list[str], list[float], list[float]]:
     """Names in the order of the calls, the norms that the hooks saw, and those after backward."""

@@ -9,6 +9,8 @@ import dmuon
 from layouts import LAYOUTS, Model, Sizes, build, dedicate, loss_of, make_mesh
 from models import assert_weights_close, backward_both, step_both, with_oracle
 
+pytestmark = pytest.mark.always("dp4-0-True", "hsdp2x2-2-False", "dp2-tp2-2-True", "ddp2-tp2-0-False")
+
 
 class Boom(Exception):
     """Of a user's, caught by the training loop."""

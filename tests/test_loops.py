@@ -22,8 +22,8 @@ from loops import (
 )
 from ranks import Ranks
 
-# Of each layout the first seeds, fewer of them where a loop takes longer. `make soak` goes on.
-COUNTS = {1: 28, 2: 24, 4: 8}
+# Of each layout the first seeds. `make soak` goes on.
+COUNTS = {1: 6, 2: 6, 4: 5}
 CHOSEN = [(size, seeds[: COUNTS[size]]) for size, seeds in by_layout(range(800))]
 SEEDS = [seed for _, seeds in CHOSEN for seed in seeds]
 BATCHES = [
@@ -44,8 +44,8 @@ def test_a_seed_is_one_loop() -> None:
 
 
 def test_the_loops_have_everything() -> None:
-    """There are 200, with each layout and each kind of action."""
-    assert len(SEEDS) == len(set(SEEDS)) == 200
+    """Each layout, and each kind of action."""
+    assert len(SEEDS) == len(set(SEEDS))
     loops = [loop_of(seed) for seed in SEEDS]
     assert {str(loop.sizes) for loop in loops} == {str(s) for sizes in LAYOUTS.values() for s in sizes}
     actions = [action for loop in loops for action in loop.actions]

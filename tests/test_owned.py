@@ -12,6 +12,8 @@ from layouts import LAYOUTS, Model, Sizes, build, loss_of
 from models import assert_weights_close, backward_both, is_proj, step_both, with_oracle
 from ranks import RanksFailed
 
+pytestmark = pytest.mark.always("hsdp2x2", "dp2-tp2")
+
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

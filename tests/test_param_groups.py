@@ -13,6 +13,8 @@ from layouts import LAYOUTS, RESIDENCIES, Sizes, build, dedicate_on, distribute,
 from models import InnerProducts, Transformer, agreed, loss_of
 from targets import assert_histories_close, random_targets, train_on_targets, train_oracle
 
+pytestmark = pytest.mark.always("dp4", "ddp2-tp2")
+
 MESHES = [pytest.param({"dp": 4}, id="fsdp"), pytest.param({"replicate": 2, "shard": 2}, id="hsdp")]
 DP2: Sizes = {"dp": 2}
 ORTHOGONAL = 0.765439  # what Newton-Schulz makes of the four singular values of a 4x4 identity

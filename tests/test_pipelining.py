@@ -63,9 +63,7 @@ def data(step: int, data_rank: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(2 * MICRO_BATCHES, WIDTH, generator=generator) for _ in range(2))
 
 
-def train(
-    sizes: dict[str, int], schedule_name: str, clip: float | None
-) -> tuple[float, list[float]]:
+def train(sizes: dict[str, int], schedule_name: str, clip: float | None) -> tuple[float, list[float]]:
     """Three steps equal to the oracle's: weights, momenta and norms."""
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     kind = getattr(schedules, schedule_name)
@@ -130,6 +128,8 @@ def test_a_pipeline_equals_the_oracle(ranks, sizes, schedule):
 
 
 def test_zero_bubble_schedules_are_refused_by_name(ranks):
-    with pytest.raises(RanksFailed, match=r"layers\.0\.\w+_proj\.weight.*ScheduleInterleavedZeroBubble") as error:
+    with pytest.raises(
+        RanksFailed, match=r"layers\.0\.\w+_proj\.weight.*ScheduleInterleavedZeroBubble"
+    ) as error:
         ranks(4, train, {"pp": 2, "dp": 2}, "ScheduleInterleavedZeroBubble", None)
     assert len(error.value.failed) == 4

@@ -15,6 +15,8 @@ from layouts import LAYOUTS, data_rank, distribute, make_mesh
 from models import InnerProducts, assert_ranks_equal, everything, full_weights
 from reference import ReferenceMuon
 
+pytestmark = pytest.mark.always("dp4", "ddp2-tp2")
+
 SHAPES = [(5, 3), (2, 6), (4, 4)]
 
 

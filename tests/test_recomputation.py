@@ -14,6 +14,8 @@ from layouts import FEWER, LAYOUTS, Model, Sizes, build
 from models import assert_weights_close, backward_both, dedicate, is_proj, make_mesh, step_both, with_oracle
 from test_engine import Layer, Routed, SometimesLayer
 
+pytestmark = pytest.mark.always("dp4", "ddp2-tp2")
+
 
 class Recomputed(Routed):
     mode = True

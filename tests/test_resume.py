@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import LambdaLR
 import dmuon
 import layouts
 
+pytestmark = pytest.mark.always("dp2-tp2", "ddp4")
+
 Sizes = dict[str, int]
 State = dict[str, Any]
 

@@ -9,6 +9,10 @@ from dmuon.engine.parameter import local_part
 from layouts import LAYOUTS, Model, build, data_rank, loss_of
 from models import assert_weights_close, full_weights, mean_backward, with_oracle
 
+pytestmark = pytest.mark.always(
+    "dp4-(0, 'layers.0.up_proj.weight')", "dp4-(1, 'head.weight')", "ddp2-tp2-(0, 'head.weight')", "ddp2-tp2"
+)
+
 
 def scaled(sizes: dict[str, int], stock: bool, bad: tuple[int, str]) -> None:
     """In step 1 a gradient gets an infinity: `bad` says on which rank and in which parameter."""

@@ -11,6 +11,8 @@ from dmuon.scratch import Scratch
 from layouts import Model, distribute, loss_of
 from models import full_weights
 
+pytestmark = pytest.mark.always("True-False")
+
 CPU = torch.device("cpu")
 
 

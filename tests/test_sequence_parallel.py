@@ -23,6 +23,8 @@ import dmuon
 from models import assert_ranks_equal, assert_weights_close, is_proj, mean_backward, step_both, with_oracle
 from reference import ReferenceMuon
 
+pytestmark = pytest.mark.always("dp2-tp2", "ddp2-tp2")
+
 MESHES = [
     pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
     pytest.param({"dp": 1, "tp": 4}, id="dp1-tp4"),

@@ -24,6 +24,8 @@ from dmuon import newton_schulz
 from layouts import Model, data_rank, distribute, is_proj, make_mesh, parallelize, shard
 from test_resume import SAVERS, whole
 
+pytestmark = pytest.mark.always("dp2-tp2", "ddp4", "dp4-True")
+
 Sizes = dict[str, int]
 
 BATCH, SAVED, FINAL = 4, 2, 4

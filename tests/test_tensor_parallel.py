@@ -38,6 +38,8 @@ from models import (
 )
 from reference import ReferenceMuon
 
+pytestmark = pytest.mark.always("dp2-tp2", "hsdp2x1-tp2-True", "ddp2-tp2")
+
 MESHES = [
     pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
     pytest.param({"dp": 4, "tp": 1}, id="dp4-tp1"),

@@ -9,6 +9,8 @@ import dmuon
 from layouts import RESIDENCIES, Sizes, build
 from models import Transformer, assert_weights_close, backward_both, loss_of, step_both, with_oracle
 
+pytestmark = pytest.mark.always("dp4", "ddp4")
+
 
 def tied() -> nn.Module:
     model = Transformer(depth=2)

@@ -27,6 +27,8 @@ from models import (
 )
 from targets import Targets, assert_histories_close, momentum_of, train_on_targets, train_oracle
 
+pytestmark = pytest.mark.always("hsdp2x2", "ddp2-tp2")
+
 SETTINGS = {"lr": 0.1, "weight_decay": 0.1}
 WEIGHTS = [torch.randn(size, generator=torch.Generator().manual_seed(1)) for size in [(4, 3), (3, 4), (5, 2)]]
 A, B, C = range(3)

@@ -19,6 +19,8 @@ from targets import (
     train_oracle,
 )
 
+pytestmark = pytest.mark.always("dp4", "ddp4")
+
 ONE: Sizes = {"dp": 1}
 HSDP: Sizes = {"replicate": 2, "shard": 2}
 LR = 0.1
