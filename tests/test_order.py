@@ -191,11 +191,12 @@ def groups_with_gradients(sizes: Sizes) -> list[set[str]]:
             seen.pop()
             time.sleep(0.01)
 
+    def arrive(label: str, param: torch.Tensor) -> None:
+        watch(label, param.grad)
+
     for group in runtime.groups:
         for param in group.params:
-            param.gathered.register_post_accumulate_grad_hook(
-                lambda p, g=group: [watch(g.label, p.grad)] and None
-            )
+            param.gathered.register_post_accumulate_grad_hook(partial(arrive, group.label))
     for layer in model.layers:
         layer.register_forward_pre_hook(lambda module, args: args[0].register_hook(look) and None)
     Buffer.take_gradients, Buffer._pack, Ticket.wait = take_gradients, pack, wait
