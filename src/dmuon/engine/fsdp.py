@@ -10,6 +10,7 @@ time. No longer: the same call is the one by which frameworks initialise and loa
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -147,8 +148,15 @@ def no_sync(model: nn.Module) -> Iterator[None]:
             module.set_requires_all_reduce(old.all_reduce, recurse=False)  # type: ignore[operator]
 
 
-def call_when_reduced(model: nn.Module, callback: Callable[[torch.Tensor], None]) -> None:
-    """Call back whenever FSDP2 has reduced the gradient of a parameter, which is trainable now."""
+def call_when_reduced(model: nn.Module, method: Callable[[torch.Tensor], None]) -> None:
+    """Call a method whenever FSDP2 has reduced the gradient of a parameter, which is trainable now."""
+    # A weak reference: the garbage collector does not see what these hooks keep alive.
+    reference = weakref.WeakMethod(method)
+
+    def callback(gradient: torch.Tensor) -> None:
+        if (alive := reference()) is not None:
+            alive(gradient)
+
     for module in sharded_modules(model).values():
         for group in _param_groups(module):
             for param in group.fsdp_params:
