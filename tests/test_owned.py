@@ -25,6 +25,7 @@ PENALTIES = {
     "p.square().sum()": lambda p: whole(p.square().sum()),
     "p.abs().mean()": lambda p: whole(p.abs().mean()),
     "(p ** 2).mean()": lambda p: whole((p**2).mean()),
+    "p.mean()": lambda p: whole(p.mean()),
     "p.norm()": lambda p: whole(p.norm()),
 }
 CHANGES = ["p.grad.add_(p)", "p.grad + p"]

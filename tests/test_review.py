@@ -1,7 +1,6 @@
 """States and orders that a training loop can produce, found by review."""
 
 import contextlib
-import time
 from typing import Any
 
 import pytest
@@ -13,12 +12,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
 import layouts
-from dmuon.comm import Channel, Pending
-from dmuon.replicate import Replicas
 from layouts import Model, build, distribute, loss_of, make_mesh
 from models import (
     InnerProducts,
-    assert_ranks_equal,
     assert_weights_close,
     everything,
     full_weights,
@@ -26,7 +22,6 @@ from models import (
     step_both,
     with_oracle,
 )
-from test_ddp import Skipping
 
 DDP = {"ddp": 4}
 DDP_TP = {"ddp": 2, "tp": 2}
@@ -37,74 +32,6 @@ HSDP_TP = {"replicate": 1, "shard": 2, "tp": 2}
 ALL = [
     pytest.param(s, id="-".join(f"{k}{n}" for k, n in s.items())) for s in (DDP, DDP_TP, HSDP, FSDP, FSDP_TP)
 ]
-
-
-# A gather under DDP that no forward waits for
-
-
-def read_what_nobody_ran() -> bool:
-    torch.manual_seed(dist.get_rank())
-    model = Skipping()
-    build(model, DDP)
-    record = dmuon.get_dedicated_params(model)[0]
-    if record.is_owner:
-        time.sleep(1.5)
-    model(torch.randn(4, 6), [])
-    read = record.full_tensor()
-    truth = record.local.clone() if record.is_owner else torch.empty(record.full_shape)
-    dist.broadcast(truth, record.owner_rank)
-    return torch.equal(read, truth)
-
-
-def test_a_weight_is_read_after_it_has_come(ranks):
-    assert all(ranks(4, read_what_nobody_ran))
-
-
-class Late(Pending):
-    """A receiver of a broadcast whose data comes when it is waited for, as it may."""
-
-    def __init__(self, buffer: torch.Tensor, work: Any) -> None:
-        super().__init__(work, buffer, "late")
-        self._target, self._arriving = buffer, None
-
-    def wait(self) -> None:
-        super().wait()
-        if self._target is not None and self._arriving is not None:
-            self._target.copy_(self._arriving)
-        self._target = None
-
-
-def late_broadcast(self: Channel, buffer: torch.Tensor, source: int, label: str) -> Pending:
-    if self._ranks[source] == dist.get_rank():
-        return Pending(
-            dist.broadcast(buffer, self._ranks[source], group=self._group, async_op=True), buffer, ""
-        )
-    arriving = torch.empty_like(buffer)
-    work = dist.broadcast(arriving, self._ranks[source], group=self._group, async_op=True)
-    pending = Late(buffer, work)
-    pending._arriving = arriving
-    return pending
-
-
-def step_over_a_late_gather() -> None:
-    torch.manual_seed(1)
-    model = Skipping()
-    optimizer = build(model, DDP)
-    before = Channel.broadcast
-    Channel.broadcast = late_broadcast  # type: ignore[method-assign]
-    try:
-        chosen = [0, 1, 2] if dist.get_rank() == 0 else []
-        model(torch.randn(4, 6), chosen).square().mean().backward()
-        optimizer.step()
-        optimizer.synchronize()
-        model(torch.randn(4, 6), [0, 1, 2])
-    finally:
-        Channel.broadcast = before  # type: ignore[method-assign]
-    assert_ranks_equal({p.param_name: p.gathered.detach().clone() for p in dmuon.get_dedicated_params(model)})
-
-
-def test_an_earlier_gather_does_not_overwrite_a_step(ranks):
-    ranks(4, step_over_a_late_gather)
 
 
 # Memory
@@ -249,41 +176,6 @@ class Fragile(Model):
         for index, layer in enumerate(self.layers):
             x = layer(Fuse.apply(x) if self.fails and index == 1 else x)
         return self.head(x)
-
-
-def backward_that_raises(sizes: dict[str, int], bucket_bytes: int, goes_on: bool) -> None:
-    settings = Replicas.start.__globals__
-    whole, settings["_BUCKET_BYTES"] = settings["_BUCKET_BYTES"], bucket_bytes
-    try:
-        torch.manual_seed(1)
-        model = Fragile(depth=3)
-        oracle, reference = with_oracle(model)
-        optimizer = build(model, sizes)
-        mine, replicas = layouts.data_rank(sizes)
-        loss_of(model, mine).backward()
-        mean_backward(oracle, loss_of, range(replicas))
-        model.fails = True
-        with pytest.raises(ValueError, match="boom"):
-            loss_of(model, 50 + mine).backward()
-        model.fails = False
-        if goes_on:
-            loss_of(model, 10 + mine).backward()
-            for rank in range(replicas):
-                (loss_of(oracle, 10 + rank) / replicas).backward()
-        optimizer.step()
-        reference.step()
-        assert_weights_close(model, oracle)
-        if "tp" not in sizes:
-            assert_ranks_equal(full_weights(model))
-    finally:
-        settings["_BUCKET_BYTES"] = whole
-
-
-@pytest.mark.parametrize("goes_on", [True, False], ids=["goes_on", "steps"])
-@pytest.mark.parametrize("bucket_bytes", [1, 2**20], ids=["many_buckets", "one_bucket"])
-@pytest.mark.parametrize("sizes", ALL[:2])
-def test_a_backward_that_raises_leaves_gradients_as_they_were(ranks, sizes, bucket_bytes, goes_on):
-    ranks(4, backward_that_raises, sizes, bucket_bytes, goes_on)
 
 
 def accumulate_in_turn(sizes: dict[str, int]) -> None:

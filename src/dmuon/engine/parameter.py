@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .collectives import explained
@@ -380,12 +380,23 @@ class DedicatedParam:
 
     def _keep_gradient_as_ours(self) -> None:
         """Replace a gradient that lies as the weight does (`zeros_like` of it): torch adds chunks."""
+        self._adopt_gradient()
         gradient = self.resting.grad
         assert isinstance(gradient, DTensor)
         if gradient.placements != self.owner_placements:
             self.check_gradient()
             mine = self.local_gradient() if self.in_owner_row else None
             self.resting.grad = self.wrap_owned(mine if self.keeps_state else None, gradient.dtype)
+
+    def _adopt_gradient(self) -> None:
+        """Take over a gradient that torch has whole on every rank, such as that of `weight.mean()`."""
+        gradient = self.resting.grad
+        if isinstance(gradient, OwnedTensor) or not isinstance(gradient, DTensor):
+            return
+        if all(p.is_replicate() or p.is_partial() for p in gradient.placements):
+            whole = gradient.redistribute(placements=[Replicate()] * self.mesh.ndim)._local_tensor
+            mine = self.from_whole(whole, self.owner_placements)
+            self.resting.grad = OwnedTensor.of(mine, self._reference)
 
     def check_momentum(self, momentum: DTensor) -> None:
         """Refuse a momentum that lies otherwise than it should now; alike on all ranks.
@@ -406,6 +417,7 @@ class DedicatedParam:
         Raises:
             RuntimeError: on every rank whose part does not fit.
         """
+        self._adopt_gradient()
         gradient = self.resting.grad
         local = gradient._local_tensor if isinstance(gradient, DTensor) else None
         fits = (self.state_shape, self.piece_shape) if self.keeps_state or self.keeps_weight else ()

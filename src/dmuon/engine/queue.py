@@ -27,6 +27,8 @@ from torch.profiler import record_function
 T = TypeVar("T")
 Listener = Callable[[str, str], None]  # phase, group
 
+_SECONDS_AT_EXIT = 30.0  # for what is still in a queue, whose other ranks may be gone
+
 
 class Ticket(Generic[T]):
     """One piece of work in a queue; it keeps all that the work refers to until it is waited for.
@@ -108,8 +110,9 @@ class Queue:
             self._waiting = queue.SimpleQueue()
             # The thread knows only what waits, so that it ends when the queue is gone. A daemon: a collective
             # that hangs must not keep the process alive.
-            threading.Thread(target=_serve, args=(self._waiting,), name=f"dmuon-{name}", daemon=True).start()
-            weakref.finalize(self, self._waiting.put, None)
+            worker = threading.Thread(target=_serve, args=(self._waiting,), name=f"dmuon-{name}", daemon=True)
+            worker.start()
+            weakref.finalize(self, _end, self._waiting, worker)
 
     def put(self, phase: str, group: str, work: Callable[[], T]) -> Ticket[T]:
         """Run `work` after all that was put before, and on CUDA after all that the computation has so far."""
@@ -133,6 +136,14 @@ class Queue:
     def current_stream(self) -> Any:
         """The stream of the computation, on CUDA."""
         return self._module.current_stream(self._device)
+
+
+def _end(waiting: queue.SimpleQueue[Ticket | None], worker: threading.Thread) -> None:
+    """When the queue is gone, or the process ends: a thread that comes back from a collective while the
+    interpreter is being taken down would abort the process."""
+    waiting.put(None)
+    if worker is not threading.current_thread():
+        worker.join(_SECONDS_AT_EXIT)
 
 
 def _serve(waiting: queue.SimpleQueue[Ticket | None]) -> None:
