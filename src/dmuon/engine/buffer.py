@@ -306,6 +306,8 @@ class Buffer:
         """The gradients that this rank keeps: of cut matrices, whole on their TP owners."""
         result = {p: view for p, view in zip(owned, views, strict=True) if not p.is_cut or p.in_pieces}
         pieces = {p: view for p, view in zip(owned, views, strict=True) if p not in result}
+        if pieces:  # copies, which do not keep the pieces beside them
+            result = {p: view.clone() for p, view in result.items()}
         for tp, params in _by_tp_group(pieces):
             exchange = Exchange([Cut.of(cast(TensorParallel, p.tp), p.tp_owner) for p in params], tp.position)
             wholes = self._to_owners(exchange, tp, [pieces[p] for p in params], self.reduce_dtype, "exchange")
