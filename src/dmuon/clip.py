@@ -78,8 +78,10 @@ def clip_grad_norm_(
         raise ValueError(f"max_norm must be >= 0, got {max_norm}")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be > 0 or math.inf, got {norm_type}")
-    every = _parameters(model_or_params)
-    reduce_what_is_due(every)
+    if not isinstance(model_or_params, (nn.Module, torch.Tensor)):
+        model_or_params = list(model_or_params)
+    reduce_what_is_due(_parameters(model_or_params))
+    every = _parameters(model_or_params)  # only now: FSDP2 may have shown whole ones until then
     params = [param for param in every if param.grad is not None]
     if not params and pipeline is None:
         return torch.zeros((), device=_device_of(every))

@@ -20,6 +20,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from ..selection import clean_name
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -162,6 +164,38 @@ def call_when_reduced(model: nn.Module, method: Callable[[torch.Tensor], None]) 
             for param in group.fsdp_params:
                 if param.sharded_param.requires_grad:
                     param.sharded_param.register_post_accumulate_grad_hook(callback)
+
+
+def unreduced(model: nn.Module) -> str | None:
+    """A base parameter with gradients that are not reduced, or not over the replicas; None: there is none."""
+    for module in sharded_modules(model).values():
+        for group in _param_groups(module):
+            for param in group.fsdp_params:
+                mine = getattr(param, "_unsharded_param", None)
+                waits = param.unsharded_accumulated_grad is not None
+                if (
+                    waits
+                    or group._partial_reduce_output is not None
+                    or getattr(mine, "grad", None) is not None
+                ):
+                    return clean_name(param._param_fqn or "a parameter of fully_shard")
+    return None
+
+
+def reduce_due(model: nn.Module) -> None:
+    """Reduce base gradients that backwards without reduction have left, where the switches ask for it by now.
+
+    As torch's pipelining does; on all ranks. What waits for the replicas alone stays: that takes a backward.
+    """
+    if unreduced(model) is None:
+        return
+    for module in sharded_modules(model).values():
+        state: Any = fully_shard.state(module)  # type: ignore[attr-defined]
+        if state._is_root:
+            for part in sharded_modules(module).values():
+                for group in _param_groups(part):
+                    group.post_backward()
+            state._root_post_backward_final_callback()
 
 
 def drop_unreduced_gradients(model: nn.Module) -> None:

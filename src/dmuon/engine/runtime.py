@@ -413,17 +413,21 @@ class Runtime:
         """FSDP2 has reduced a gradient. Outside of a backward it is pipelining that asks for it, and scales
         all gradients next."""
         if torch._C._current_graph_task_id() == -1:
-            self.reduce_due()
+            self._reduce_due()
 
     def reduce_due(self) -> None:
         """Reduce what backwards without reduction have left, where FSDP2's switches ask for it by now.
 
-        Pipelining reduces its base gradients by hand when all micro-batches are through, outside of autograd.
-        On all ranks.
+        Of base parameters, too. On all ranks.
         """
         self._recover()
         if self._in_backward:
             return
+        self._reduce_due()
+        fsdp.reduce_due(self.model)
+
+    def _reduce_due(self) -> None:
+        """That of dedicated parameters: pipelining reduces the others by hand, outside of autograd."""
         for group in reversed(self.groups):
             if group.unreduced:
                 group.schedule = self._schedule(group)
@@ -438,11 +442,12 @@ class Runtime:
         Raises:
             RuntimeError: with the name of a parameter that has some.
         """
-        left = next((group for group in self.groups if group.unreduced), None)
+        waiting = (group.params[0].param_name for group in self.groups if group.unreduced)
+        left = next(waiting, None) or fsdp.unreduced(self.model)
         if left is not None:
             raise RuntimeError(
-                f"{left.params[0].param_name} has gradients that are not reduced: the backwards since the "
-                "last step ran under dmuon.no_sync, or with FSDP2's set_requires_gradient_sync(False) or "
+                f"{left} has gradients that are not reduced: the backwards since the last step ran under "
+                "dmuon.no_sync, or with FSDP2's set_requires_gradient_sync(False) or "
                 "set_requires_all_reduce(False), which still holds. Let the last backward before a step "
                 "communicate; optimizer.zero_grad() drops the gradients."
             )
@@ -464,8 +469,8 @@ class Runtime:
         """Forget what backwards without reduction, or without an end, have left; of base parameters, too."""
         self._recover()
         self._fruitless = False
+        fsdp.drop_unreduced_gradients(self.model)
         if any(group.unreduced or group.holds_gradients for group in self.groups):
-            fsdp.drop_unreduced_gradients(self.model)
             for group in self.groups:
                 group.drop_unreduced()
 
