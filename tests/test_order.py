@@ -117,6 +117,7 @@ def in_every_way(sizes: Sizes, reshard: bool) -> list[list[Put]]:
     return answers
 
 
+@pytest.mark.always("dp4", "hsdp2x2-while_used", "dp2-tp2-while_used", "ddp4-while_used")
 @pytest.mark.parametrize("reshard", [True, False], ids=["while_used", "until_backward_done"])
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_all_ranks_put_the_same_in_the_same_order(ranks, sizes, reshard):
@@ -208,6 +209,7 @@ def groups_with_gradients(sizes: Sizes) -> list[set[str]]:
     return seen
 
 
+@pytest.mark.always("dp4", "hsdp2x2", "dp2-tp2", "ddp4")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_two_groups_at_most_have_gradients_at_any_time(ranks, sizes):
     names = [f"group 'layers.{k}'" for k in range(DEPTH)]
