@@ -203,3 +203,35 @@ def test_under_ddp_there_is_no_second_copy_of_a_weight_at_any_time(ranks, sizes)
         for when, kept, measured, copies in seen:
             assert copies == 0, when
             assert kept <= measured <= kept + ACTIVATIONS, when
+
+
+def gathered_weights(reshard: bool) -> dict[str, list[float]]:
+    """Of how many layers there are gathered weights, when each of them computes."""
+    model = Model()
+    build(model, {"dp": 2}, reshard=reshard)
+    params = find_runtime(model).params
+    layer = 4 * (2 * WIDTH * HIDDEN + WIDTH * WIDTH)
+    seen: dict[str, list[float]] = {"forward": [], "backward": [], "end": []}
+
+    def look(when: str) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            found = [local_part(param.gathered).untyped_storage() for param in params]
+            seen[when].append(sum({s.data_ptr(): s.nbytes() for s in found if s.nbytes()}.values()) / layer)
+
+        return hook
+
+    backward(model)  # what is run after what
+    for module in (each.down_proj for each in model.layers):
+        module.register_forward_pre_hook(look("forward"))
+        module.register_forward_hook(lambda _, args, out: out.register_hook(look("backward")) and None)
+    backward(model)
+    look("end")()
+    return seen
+
+
+def test_gathered_weights_live_as_long_as_their_residency_says(ranks):
+    """Those of a layer and of the next one, which is prefetched; or all, until their backward is over."""
+    forward_backward = {"forward": [2, 2, 2, 1], "backward": [2, 2, 2, 1], "end": [0]}
+    assert ranks(2, gathered_weights, True) == [forward_backward] * 2
+    kept = {"forward": [2, 3, 4, 4], "backward": [4, 3, 2, 1], "end": [0]}
+    assert ranks(2, gathered_weights, False) == [kept] * 2
