@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 import dmuon
+from dmuon.engine.runtime import find_runtime
 from dmuon.optim import products
 from dmuon.optim.newton_schulz import newton_schulz
 from dmuon.optim.products import backend_name, matrices_at_once, panel_height, symmetric_product
-from dmuon.engine.runtime import find_runtime
 from models import Transformer, build, is_proj, loss_of, make_mesh
 
 CPU = torch.device("cpu")

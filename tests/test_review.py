@@ -19,7 +19,6 @@ from models import (
     everything,
     full_weights,
     mean_backward,
-    step_both,
     with_oracle,
 )
 
@@ -206,9 +205,7 @@ def test_backwards_with_and_without_communication_in_turn(ranks, sizes):
 def gradient_penalty(sizes: dict[str, int]) -> None:
     torch.manual_seed(1)
     model = Model()
-    oracle, reference = with_oracle(model)
-    optimizer = build(model, sizes)
-    mine, replicas = layouts.data_rank(sizes)
+    build(model, sizes)
 
     def loss(model: nn.Module, seed: int) -> torch.Tensor:
         x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), requires_grad=True)
@@ -216,18 +213,11 @@ def gradient_penalty(sizes: dict[str, int]) -> None:
         (gradient,) = torch.autograd.grad(y, x, create_graph=True)
         return y + gradient.square().sum()
 
-    if "ddp" not in sizes:  # FSDP2 itself would read freed memory
-        with pytest.raises(RuntimeError, match="create_graph"):
-            loss(model, mine)
-        return
-    for step in range(2):
-        loss(model, 10 * step + mine).backward()
-        mean_backward(oracle, loss, [10 * step + rank for rank in range(replicas)])
-        step_both(optimizer, reference)
-        assert_weights_close(model, oracle)
+    with pytest.raises(RuntimeError, match="create_graph"):  # FSDP2 itself would read freed memory
+        loss(model, layouts.data_rank(sizes)[0])
 
 
-@pytest.mark.parametrize("sizes", [DDP, FSDP])
+@pytest.mark.parametrize("sizes", [FSDP])
 def test_a_gradient_penalty(ranks, sizes):
     ranks(4, gradient_penalty, sizes)
 

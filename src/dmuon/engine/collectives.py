@@ -158,6 +158,7 @@ class Communication:
         weights: the queue of gathers and publishes, ahead of other work on CUDA.
         gradients: the queue of reductions and exchanges.
         traffic: of this model.
+        publishes: something may still be on its way to those who keep a copy.
     """
 
     def __init__(
@@ -167,6 +168,7 @@ class Communication:
         process_groups: ProcessGroups,
     ) -> None:
         self.traffic = Traffic()
+        self.publishes = False
         self._device = layout.device
         self._peers: dict[tuple[str, tuple[int, ...]], Peers] = {}
         isolated = process_groups == "isolated"

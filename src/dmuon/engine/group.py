@@ -125,6 +125,8 @@ class Group:
             for each in work:
                 each()
 
+        if phase == "publish":
+            self._communication.publishes = True
         self._tickets.append(self._communication.weights.put(phase, self.label, run))
 
     def wait(self) -> None:

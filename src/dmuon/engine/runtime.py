@@ -512,6 +512,8 @@ class Runtime:
 
         On all ranks, with the same parameters; all that was due before has been sent.
         """
+        assert self.communication is not None
+        self.communication.publishes = self.communication.publishes or bool(updates)
         for group in self.groups:
             group.uses.clear()  # graphs of before are of other weights
             group.leave(updates)
@@ -528,11 +530,15 @@ class Runtime:
 
     def synchronize(self) -> None:
         """Publish all that is due, on all ranks, and wait for it."""
+        assert self.communication is not None
+        if not self.communication.publishes:  # asked for each weight of a state dict
+            return
         for group in self.groups:
             if group.due:
                 group.publish()
         for group in self.groups:
             group.wait()
+        self.communication.publishes = False
 
 
 class _Use:
@@ -557,8 +563,7 @@ class _Use:
         if torch.is_grad_enabled() and group.frees_weights and group.schedule.reshard:
             raise RuntimeError(
                 f"create_graph=True: a second backward would read the weights of {group.name} after they "
-                "have been freed. Call set_reshard_after_backward(False) on the FSDP2 model before, "
-                "or use DDP."
+                "have been freed. Call set_reshard_after_backward(False) on the FSDP2 model before."
             )
         task = torch._C._current_graph_task_id()
         if self._seen != task:
