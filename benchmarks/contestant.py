@@ -77,7 +77,7 @@ def count(peer: Peer, task: Task, mesh: DeviceMesh) -> tuple[Contestant, dict[st
         with ledger.window():
             contestant.iterate(last)
             contestant.finish()
-    with Collectives() as spy:
+    with Collectives(contestant.model) as spy:
         contestant.iterate(*contestant.batches(1))
         contestant.finish()
     return contestant, {

@@ -22,10 +22,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from dmuon.engine.runtime import find_runtime, has_runtime
 
 Arguments = Mapping[str, Any]
 NAMESPACES = ("c10d", "_c10d_functional")
@@ -116,14 +119,30 @@ BYTES: dict[str, Callable[[Arguments, dist.ProcessGroup], int]] = {
 class Collectives(TorchDispatchMode):
     """Counts the collectives that this thread issues while the `with` block runs, by operator.
 
+    Those of dmuon are issued by threads of its own, which no mode sees: of a `model` with dedicated
+    parameters, its own counts are added, as "dmuon.PHASE". What is in flight at the end is not waited for.
+
     `unknown` has the operators whose bytes no rule here tells; they are counted with none.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module | None = None) -> None:
         super().__init__()
+        self._traffic = find_runtime(model).traffic if model is not None and has_runtime(model) else None
         self.calls: Counter[str] = Counter()
         self.bytes: Counter[str] = Counter()
         self.unknown: set[str] = set()
+
+    def __enter__(self) -> Collectives:
+        if self._traffic is not None:
+            self._before = Counter(self._traffic.collectives), Counter(self._traffic.bytes)
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        if self._traffic is not None:
+            now = Counter(self._traffic.collectives), Counter(self._traffic.bytes)
+            for mine, after, before in zip((self.calls, self.bytes), now, self._before, strict=True):
+                mine.update({f"dmuon.{phase}": count for phase, count in (after - before).items()})
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: Any = None

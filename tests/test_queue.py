@@ -2,6 +2,8 @@
 
 import contextlib
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
@@ -114,6 +116,18 @@ def test_the_worker_ends_when_nobody_has_the_queue():
     worker.join(PATIENCE)
     assert not worker.is_alive()
     assert ran == [True]  # not before all is done
+
+
+def test_what_is_in_a_queue_is_over_before_the_process_ends():
+    code = """
+import time, torch
+from dmuon.engine.queue import Queue
+Queue.kept = queue = Queue("test", torch.device("cpu"))
+queue.put("work", "it", lambda: time.sleep(0.1))
+queue.put("work", "it", lambda: print("over", flush=True))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "over\n"), done.stderr
 
 
 def test_inline_work_has_run_when_put_returns():
