@@ -117,7 +117,7 @@ def in_every_way(sizes: Sizes, reshard: bool) -> list[list[Put]]:
     return answers
 
 
-@pytest.mark.always("dp4", "hsdp2x2-while_used", "dp2-tp2-while_used", "ddp4-while_used")
+@pytest.mark.always("dp4-while_used", "hsdp2x2-while_used", "dp2-tp2-while_used", "ddp4-while_used")
 @pytest.mark.parametrize("reshard", [True, False], ids=["while_used", "until_backward_done"])
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_all_ranks_put_the_same_in_the_same_order(ranks, sizes, reshard):
