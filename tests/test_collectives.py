@@ -180,9 +180,9 @@ def open_things() -> tuple[int, int]:
 def train_a_model(sizes: Sizes, mesh: Any) -> Any:
     model = Model(hidden=12)
     optimizer = build(model, sizes, mesh=mesh)
-    for step in range(2):
-        loss_of(model, step).backward()
-        optimizer.step()
+    loss_of(model, 0).backward()
+    optimizer.step()
+    optimizer.synchronize()
     return model
 
 

@@ -73,10 +73,9 @@ def recorded(communication: Communication) -> Any:
 
 WAYS = [
     {},
-    {"micro": 2},
+    {"micro": 2, "clip": True},
     {"recompute": True},
     {"twice": True},
-    {"clip": True},
     {"micro": 2, "recompute": True, "twice": True, "clip": True},
 ]
 
