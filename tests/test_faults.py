@@ -19,9 +19,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 import dmuon
 import dmuon.engine.collectives
-import dmuon.optim.muon
 from layouts import Model, Sizes, build, data_rank, loss_of
-from models import full_weights
+from models import full_weights, is_proj
 from ranks import Ranks, RanksFailed
 
 pytestmark = pytest.mark.always("exchange-0", "any-3")
@@ -48,11 +47,10 @@ def after(count: int, fn: Callable[..., Any]) -> Callable[..., Any]:
     return counted
 
 
-def arm(phase: str, model: nn.Module, generator: random.Random) -> None:
+def arm(phase: str, model: nn.Module, optimizer: dmuon.Muon, generator: random.Random) -> None:
     """Let this process die in `phase`, in the second half of the training, at a moment of the generator's."""
     step = generator.randint(3, STEPS - 1)
     layer = generator.randrange(len(model.layers))
-    passed = 2 * step  # forwards and backwards of one layer: one a step and one at least for the save
     if phase == "forward":
         model.layers[layer].norm.forward = after(step + 1, model.layers[layer].norm.forward)
     elif phase == "backward":
@@ -61,13 +59,13 @@ def arm(phase: str, model: nn.Module, generator: random.Random) -> None:
         def hook(module: nn.Module, args: Any, output: torch.Tensor) -> None:
             output.register_hook(counted)
 
-        model.layers[layer].norm.register_forward_hook(hook)
+        model.layers[layer].mix_proj.register_forward_hook(hook)
     elif phase == "exchange":
         original = dmuon.engine.collectives.Peers.all_to_all
-        dmuon.engine.collectives.Peers.all_to_all = after(passed, original)
+        dmuon.engine.collectives.Peers.all_to_all = after(4 * step, original)  # there and back, by layer
     elif phase == "step":
-        original = dmuon.optim.muon.apply_update
-        dmuon.optim.muon.apply_update = after(3 * step, original)
+        # In a step that no save follows, so that the others come to a collective of ours.
+        optimizer._step_adamw = after(5, optimizer._step_adamw)
     elif phase == "any":
         threading.Timer(generator.uniform(0.1, 0.6), die).start()
 
@@ -90,11 +88,19 @@ def saved_steps(path: Path) -> list[int]:
 
 
 def train(
-    sizes: Sizes, path: Path, phase: str | None = None, victim: int = 0, seed: int = 0
+    sizes: Sizes,
+    path: Path,
+    phase: str | None = None,
+    victim: int = 0,
+    seed: int = 0,
+    *,
+    frozen: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """From the newest checkpoint on; on the victim, until it dies."""
+    """From the newest checkpoint on; on the victim, until it dies. frozen: the base parameters are."""
     torch.manual_seed(1)
     model = Model()
+    for name, param in model.named_parameters():
+        param.requires_grad_(is_proj(name, param) or not frozen)
     optimizer = build(model, sizes)
     start = 0
     if steps := saved_steps(path):
@@ -106,7 +112,7 @@ def train(
     dying = phase is not None and dist.get_rank() == victim
     generator = random.Random(seed)
     if dying:
-        arm(phase, model, generator)
+        arm(phase, model, optimizer, generator)
     for step in range(start, STEPS):
         loss_of(model, 10 * step + mine).backward()
         dmuon.clip_grad_norm_(model, 1.0)
@@ -122,12 +128,11 @@ def train(
     return full_weights(model)
 
 
-def survivors_of(ranks: Ranks, sizes: Sizes, path: Path, phase: str, victim: int) -> list[str]:
+def survivors_of(ranks: Ranks, sizes: Sizes, path: Path, phase: str, victim: int, **kwargs: Any) -> list[str]:
     """What the others say after the victim's death, all of them within the group's timeout."""
+    times = {"group_timeout": GROUP_TIMEOUT, "grace": GROUP_TIMEOUT + 4}
     with pytest.raises(RanksFailed) as caught:
-        ranks(
-            4, train, sizes, path, phase, victim, victim, group_timeout=GROUP_TIMEOUT, grace=GROUP_TIMEOUT + 4
-        )
+        ranks(4, train, sizes, path, phase, victim, victim, **times, **kwargs)
     sections = dict(re.findall(r"\[rank (\d)\] (.*?)(?=\n\n\[rank|\Z)", str(caught.value), flags=re.S))
     assert "SIGKILL" in sections.pop(str(victim))
     for rank, text in sections.items():
@@ -136,11 +141,11 @@ def survivors_of(ranks: Ranks, sizes: Sizes, path: Path, phase: str, victim: int
     return list(sections.values())
 
 
-def goes_on(ranks: Ranks, sizes: Sizes, path: Path, tmp_path: Path) -> None:
+def goes_on(ranks: Ranks, sizes: Sizes, path: Path, tmp_path: Path, **kwargs: Any) -> None:
     """From the last complete checkpoint, bit for bit as if nothing had happened."""
     (tmp_path / "whole").mkdir()
-    uninterrupted = ranks(4, train, sizes, tmp_path / "whole")[0]
-    for name, weight in ranks(4, train, sizes, path)[0].items():
+    uninterrupted = ranks(4, train, sizes, tmp_path / "whole", **kwargs)[0]
+    for name, weight in ranks(4, train, sizes, path, **kwargs)[0].items():
         assert torch.equal(weight, uninterrupted[name]), name
 
 
@@ -161,11 +166,10 @@ def test_a_rank_dies(ranks, tmp_path, phase, victim):
 def test_where_all_collectives_are_ours_they_are_named(ranks, tmp_path, phase, victim):
     sizes, path = {"ddp": 4}, tmp_path / "run"
     path.mkdir()
-    for text in survivors_of(ranks, sizes, path, phase, victim):
-        assert re.search(r"dmuon: the (\w+ of .* over ranks \[|all-reduce of the gradients' norm)", text), (
-            text
-        )
-    goes_on(ranks, sizes, path, tmp_path)
+    for text in survivors_of(ranks, sizes, path, phase, victim, frozen=True):
+        ours = r"dmuon: the (\w+ of .* over the \d ranks \d|broadcast of|all-reduce of the gradients' norm)"
+        assert re.search(ours, text), text
+    goes_on(ranks, sizes, path, tmp_path, frozen=True)
 
 
 def state_dict_on_one_rank() -> None:
