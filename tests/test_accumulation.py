@@ -410,6 +410,24 @@ def test_gradients_that_are_due_are_reduced(ranks, sizes, micro):
     ranks(4, reduced_when_due, sizes, micro)
 
 
+def base_gradients_wait_for_the_replicas(sizes: Sizes) -> str:
+    """FSDP2 brings these to the replicas in a backward only."""
+    model = Model()
+    optimizer = build(model, sizes)
+    with all_reduce(model, False):
+        loss_of(model, 7).backward()
+    with all_reduce(model, True), pytest.raises(RuntimeError, match="are not reduced") as caught:
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("sizes", [{"replicate": 2, "shard": 2}, {"ddp": 4}], ids=str)
+def test_base_gradients_that_wait_for_the_replicas(ranks, sizes):
+    assert agreed(ranks, sizes, base_gradients_wait_for_the_replicas).startswith("head.weight has")
+
+
 def divide(sizes: dict[str, int], factor: float) -> None:
     model = Model()
     distribute(model, sizes)

@@ -493,6 +493,34 @@ def test_fully_shard_and_dedicate_params_on_different_ranks(ranks, prepare):
     refused(ranks, "ValueError", ["fully_shard", "dedicate_params", "mesh"], prepare, shape=(2, 2))
 
 
+# Frameworks initialise and load through `named_parameters(recurse=False)`
+
+
+def what_modules_show(shape: tuple[int, ...]) -> None:
+    model = Transformer(depth=2)
+    mesh = make_mesh(shape)
+    dedicate(model, mesh, predicate=is_proj)
+    shown = {name for name, _ in model.layers[0].q_proj.named_parameters(recurse=False)}
+    assert shown == set()  # else fully_shard would take it
+    assert Q_PROJ in dict(model.named_parameters())
+    for layer in model.layers:
+        fully_shard(layer, mesh=mesh)
+        assert not list(layer.q_proj.parameters(recurse=False))
+    fully_shard(model, mesh=mesh)
+    own = [param for module in model.modules() for param in module.parameters(recurse=False)]
+    assert {id(param) for param in own} == {id(param) for param in model.parameters()}
+    record = dmuon.get_dedicated_params(model)[0]
+    assert dict(record.module.named_parameters(recurse=False)) == {"weight": record.resting}
+    dmuon.Muon(model)
+    loss_of(model, seed=0)
+    assert dict(record.module.named_parameters(recurse=False)) == {"weight": record.resting}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=str)
+def test_dedicated_parameters_are_shown_once_the_root_is_wrapped(ranks, shape):
+    ranks(2, what_modules_show, shape)
+
+
 # Afterwards
 
 

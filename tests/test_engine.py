@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 import dmuon
@@ -264,6 +264,51 @@ def two_steps_without_forward(sizes: Sizes, asynchronous: bool) -> None:
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_steps_without_a_forward_between(ranks, sizes, asynchronous):
     ranks(4, two_steps_without_forward, sizes, asynchronous)
+
+
+# How long gathered weights stay
+
+
+def kept_after_forward(model: nn.Module) -> dict[str, bool]:
+    """By first parameter of each boundary, whether its whole weights are there for a backward to come."""
+    groups = [group.params[0] for group in find_runtime(model).groups]
+    return {p.param_name: p.gathered.untyped_storage().nbytes() > 0 for p in groups}
+
+
+def follow_fully_shard(shape: tuple[int, ...]) -> None:
+    model = Transformer()
+    chosen = ("q_proj", "head")
+
+    def predicate(name: str, param: nn.Parameter) -> bool:
+        return any(part in name for part in chosen)
+
+    oracle, reference = with_oracle(model, predicate)
+    mesh = make_mesh(shape)
+    dedicate(model, mesh, predicate=predicate)
+    for layer, reshard in zip(model.layers, (True, False, None), strict=True):
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model)
+    names = ["head.weight", *(f"layers.{i}.q_proj.weight" for i in range(3))]
+    # The root keeps its weights unless it was told otherwise, the others do not.
+    for step, kept in enumerate([(True, False, True, False), (False,) * 4, (False, True, False, False)]):
+        if step == 1:
+            model.set_reshard_after_forward(True)
+        elif step == 2:
+            model.layers[0].set_reshard_after_forward(False)
+        mine, seeds = seeds_of(model, step)
+        loss = loss_of(model, seeds[mine])
+        assert kept_after_forward(model) == dict(zip(names, kept, strict=True))
+        loss.backward()
+        assert not any(kept_after_forward(model).values())
+        mean_backward(oracle, loss_of, seeds)
+        step_both(optimizer, reference)
+    assert_weights_close(model, oracle)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
+def test_weights_stay_as_long_as_fully_shards(ranks, shape):
+    ranks(4, follow_fully_shard, shape)
 
 
 # Use that depends on the rank
