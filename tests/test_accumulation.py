@@ -390,16 +390,24 @@ def reduced_when_due(sizes: Sizes, micro: Micro) -> None:
     model = Model()
     oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
-    for step, clip in enumerate([False, True, False]):
+    scaler = dmuon.GradScaler("cpu", init_scale=4.0)
+
+    def loss(m: nn.Module, seed: int) -> torch.Tensor:
+        return scaler.scale(loss_of(m, seed)) if m is model else loss_of(m, seed)
+
+    for step, what_comes_next in enumerate(["step", "clip", "scaler", "step"]):
         for index in range(2):
             with micro(model, False):
-                backward_both(model, oracle, 10 * step + index, loss_of)
+                scaled = loss if what_comes_next == "scaler" else loss_of
+                backward_both(model, oracle, 10 * step + index, scaled)
         with micro(model, True):
             pass
-        if clip:
+        if what_comes_next == "clip":
             norm = dmuon.clip_grad_norm_(model, 0.1)
             expected = nn.utils.clip_grad_norm_(oracle.parameters(), 0.1)
             torch.testing.assert_close(norm, expected, rtol=1e-5, atol=0)
+        elif what_comes_next == "scaler":
+            scaler.unscale_(optimizer)
         step_both(optimizer, reference)
         assert_weights_close(model, oracle)
 
