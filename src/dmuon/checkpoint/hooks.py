@@ -150,6 +150,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
     loaded: dict[DedicatedParam, torch.Tensor] = {}
 
     def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        optimizer.check_members()
         state = dict(state_dict["state"])
         params = [(p, group["algorithm"]) for group in optimizer.param_groups for p in group["params"]]
         for index, (resting, algorithm) in enumerate(params):
@@ -159,12 +160,14 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             elif not entry and state:  # frozen ones too: they may not be when the state is loaded
                 state[index] = _first_state(optimizer, resting, param, algorithm)
         groups = [settings_to_save(group) for group in state_dict["param_groups"]]
+        state = dict(sorted(state.items()))  # of full states, the parts are gathered in this order
         return {**state_dict, "state": state, "param_groups": groups}
 
     def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
         # to the parameter's dtype on the way in, so it goes round torch.
         loaded.clear()
+        optimizer.check_members()
         optimizer.synchronize()  # a publish in flight may have to read momentum still
         values: dict[DedicatedParam, torch.Tensor] = {}
         state, groups = dict(state_dict["state"]), []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import hashlib
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from ..engine import fsdp
+from ..engine.agreement import gather_objects, ranks_of
 from ..engine.ddp import ddp_around, ddp_ranks
 from ..engine.runtime import Runtime
 from ..selection import clean_name
@@ -53,6 +56,52 @@ def find_parameters(
             )
         params.append(item)
     return {**group, "params": params}
+
+
+def check_membership(groups: Sequence[Mapping[str, Any]], runtime: Runtime, *, may_lack: bool) -> None:
+    """Refuse groups whose parameters somebody has exchanged, or that differ between ranks; collective.
+
+    may_lack: trainable dedicated parameters may be in no group, as long as groups are being added.
+
+    Raises:
+        RuntimeError: on all ranks, unless each trainable dedicated parameter is there once, with its like,
+            and the same on all ranks.
+    """
+    counts: Counter[str] = Counter()
+    listed = []  # the dedicated parameters of each group, by name
+    problem = None
+    for group in groups:
+        records = [runtime.record_of(param) for param in group["params"]]
+        names = [record.param_name for record in records if record is not None]
+        counts.update(names)
+        listed.append(names)
+        stranger = next((p for p, r in zip(group["params"], records, strict=True) if r is None), None)
+        if group["algorithm"] == "muon" and stranger is not None:
+            problem = f"a parameter of shape {tuple(stranger.shape)} in a group of Muon's is not dedicated"
+        elif group["algorithm"] != "muon" and names:
+            problem = f"{names[0]} is dedicated, and in a group of AdamW's"
+    for record in runtime.params:
+        count = counts[record.param_name]
+        if count > 1 or (count == 0 and record.resting.requires_grad and not may_lack):
+            problem = (
+                f"{record.param_name} is {count} times in the optimizer's parameter groups, not once"
+                if count
+                else f"{record.param_name} is trainable, and not in the optimizer's parameter groups"
+            )
+            break
+    digest = hashlib.sha256(repr(listed).encode()).hexdigest()
+    answers = gather_objects(ranks_of(runtime.params), (problem, digest))
+    problem = next((found for found, _ in answers if found is not None), None)
+    if problem is None and len({digest for _, digest in answers}) > 1:
+        first = runtime.params[0].param_name
+        problem = f"the ranks do not have the same parameter groups of dedicated parameters ({first}, ...)"
+    if problem is not None:
+        raise RuntimeError(
+            f"{problem}. Something has exchanged the parameters that dmuon.Muon was given, such as by their "
+            "data_ptr(), which is 0 for all that a rank does not own; or they were not given alike on all "
+            "ranks. Build dmuon.Muon last, on the model as it is trained, and leave its param_groups to "
+            "optimizer.add_param_group."
+        )
 
 
 def check_muon(group: dict[str, Any]) -> None:

@@ -22,7 +22,14 @@ from ..inspect import summary
 from ..scratch import Scratch
 from ..selection import clean_name
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
-from .groups import check_adamw, check_averaged, check_dtype, check_muon, find_parameters
+from .groups import (
+    check_adamw,
+    check_averaged,
+    check_dtype,
+    check_membership,
+    check_muon,
+    find_parameters,
+)
 from .newton_schulz import Coefficients, Settings, orthogonalize, resolve_coefficients
 from .products import Backend, backend_name, check_available, check_backend, matrices_at_once
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
@@ -144,7 +151,10 @@ class Muon(Optimizer):
         fsdp.reshard(model)
         self._model = model
         self._names = {id(p): clean_name(name) for name, p in model.named_parameters()}
+        self._order = {key: place for place, key in enumerate(self._names)}
         self._verified = False
+        self._complete = False  # the groups are those of the constructor, or more
+        self._members: list[Any] | None = None  # of the groups, when they were checked; None: never
         self.replicate_async = replicate_async
         self.momentum_dtype = check_dtype("momentum_dtype", momentum_dtype)
         self.ns_backend = check_backend(ns_backend)  # of this machine: not in the state_dict
@@ -178,6 +188,7 @@ class Muon(Optimizer):
             check_triples(resolve_coefficients(ns_coefficients, ns_steps))
         check_averaged(model, self._runtime)
         super().__init__(self._complete_groups(param_groups or ()), {})
+        self._complete = True
         # What torch's schedulers ask for (OneCycleLR, CyclicLR), no more: groups have defaults of their own.
         self.defaults = {"momentum": momentum}
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
@@ -213,10 +224,17 @@ class Muon(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group; its parameters are all dedicated or all base, and decide its algorithm.
 
+        All ranks call it. Inside the group parameters stand in module order, whatever order they come in (of
+        a set, it would differ between ranks).
+
         Raises:
             ValueError: for mixed groups, unknown or bad settings, and parameters that are not the model's.
+            RuntimeError: if the parameters of other groups have been exchanged.
         """
+        if self._complete:
+            check_membership(self.param_groups, self._runtime, may_lack=True)
         group = self._resolve(param_group)
+        group["params"].sort(key=lambda param: self._order[id(param)])
         dedicated = {self._record(param) is not None for param in group["params"]}
         if len(dedicated) > 1:
             names = [self._names[id(p)] for p in group["params"] if self._record(p) is not None]
@@ -305,6 +323,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self.check_members()
         self._runtime.prepare_step()
         self._verify_parameters()
         self._runtime.publish(self._owners_update())
@@ -442,6 +461,20 @@ class Muon(Optimizer):
             for params in _taken_at_once(group["params"])
         ]
         self._adamw.step()
+
+    def check_members(self) -> None:
+        """Refuse parameters that somebody has exchanged since the last look, or thawed without adding them;
+        collective if any list, or what is frozen, has changed. In every step and state dict.
+
+        Raises:
+            RuntimeError: on all ranks; see `check_membership`.
+        """
+        lists = [group["params"] for group in self.param_groups]
+        frozen = [param.resting.requires_grad for param in self._runtime.params]
+        members = [lists, ([[id(list_), *map(id, list_)] for list_ in lists], frozen)]  # lists keep their ids
+        if self._members is None or self._members[1] != members[1]:
+            check_membership(self.param_groups, self._runtime, may_lack=False)
+            self._members = members
 
     def _verify_parameters(self) -> None:
         """Once: the base parameters we were given must still be the model's."""
