@@ -20,8 +20,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..engine.collectives import explained
 from ..engine.layout import wrap_local
@@ -150,6 +152,16 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
     loaded: dict[DedicatedParam, torch.Tensor] = {}
 
     def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        groups = [settings_to_save(group) for group in state_dict["param_groups"]]
+        if optimizer._consolidated is not None:
+            rank, state = optimizer._consolidated
+            if dist.get_rank() != rank:
+                raise RuntimeError(
+                    f"the optimizer's state was consolidated on rank {rank}, and state_dict() is for that "
+                    "rank alone until the next step or load. Call consolidate_state_dict(to=...) for "
+                    "another one, or state_dict() on all ranks without it."
+                )
+            return {**state_dict, "state": state, "param_groups": groups}
         optimizer.check_members()
         state = dict(state_dict["state"])
         params = [(p, group["algorithm"]) for group in optimizer.param_groups for p in group["params"]]
@@ -159,7 +171,6 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
                 state[index] = {**entry, _MOMENTUM: _stock_momentum(param, entry[_MOMENTUM])}
             elif not entry and state:  # frozen ones too: they may not be when the state is loaded
                 state[index] = _first_state(optimizer, resting, param, algorithm)
-        groups = [settings_to_save(group) for group in state_dict["param_groups"]]
         state = dict(sorted(state.items()))  # of full states, the parts are gathered in this order
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -167,6 +178,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
         # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
         # to the parameter's dtype on the way in, so it goes round torch.
         loaded.clear()
+        optimizer._consolidated = None
         optimizer.check_members()
         optimizer.synchronize()  # a publish in flight may have to read momentum still
         values: dict[DedicatedParam, torch.Tensor] = {}
@@ -184,6 +196,8 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
                 if param is not None and entry:
                     values[param] = entry[_MOMENTUM]
                     state[key] = {k: v for k, v in entry.items() if k != _MOMENTUM}
+                elif isinstance(resting, DTensor):
+                    state[key] = {k: v if k == "step" else _as_lies(v, resting) for k, v in entry.items()}
         loaded.update(values)
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -206,6 +220,30 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
     optimizer.register_state_dict_post_hook(save)
     optimizer.register_load_state_dict_pre_hook(before_load)
     optimizer.register_load_state_dict_post_hook(after_load)
+
+
+@torch.no_grad()
+def whole_state(state: Mapping[Any, Mapping[str, Any]], *, keep: bool) -> dict[Any, dict[str, Any]]:
+    """The states of all parameters with whole tensors on the CPU, where `keep`; nothing elsewhere. Collective
+    for DTensors."""
+    found: dict[Any, dict[str, Any]] = {}
+    for key, entry in state.items():
+        for name, value in entry.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if keep:
+                found.setdefault(key, {})[name] = whole.to("cpu", copy=True)
+    return found
+
+
+def _as_lies(whole: torch.Tensor, param: DTensor) -> DTensor:
+    """A whole tensor of each rank as a base parameter lies; a DTensor as it is."""
+    if isinstance(whole, DTensor):
+        return whole
+    shape, offset = compute_local_shape_and_global_offset(whole.shape, param.device_mesh, param.placements)
+    part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+    return wrap_local(
+        whole[part].clone().to(param.device), param.shape, param.device_mesh, tuple(param.placements)
+    )
 
 
 def _first_state(

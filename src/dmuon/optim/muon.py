@@ -9,11 +9,12 @@ from functools import partial
 from typing import Any, overload
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from ..checkpoint.hooks import install_optimizer_hooks
+from ..checkpoint.hooks import install_optimizer_hooks, whole_state
 from ..engine import fsdp
 from ..engine.buffer import Update
 from ..engine.parameter import DedicatedParam
@@ -21,6 +22,7 @@ from ..engine.runtime import find_runtime
 from ..inspect import summary
 from ..scratch import Scratch
 from ..selection import clean_name
+from .cautions import warn_of_long_rows, warn_of_rounding
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
 from .groups import (
     check_adamw,
@@ -37,9 +39,6 @@ from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_ste
 logger = logging.getLogger(__name__)
 
 _FOREACH_SIZE = 32  # DTensors in one foreach operation
-_EXACT_CHAIN = 64  # ranks: a sum of bfloat16 in a chain is off by about 1 % then, by 3 % at 512
-_LONG_ROW = 128  # ranks
-
 
 _Kind = tuple[torch.Size, tuple[int, ...] | None]  # of matrices: the shape, and the ranks that hold copies
 
@@ -154,6 +153,7 @@ class Muon(Optimizer):
         self._order = {key: place for place, key in enumerate(self._names)}
         self._verified = False
         self._complete = False  # the groups are those of the constructor, or more
+        self._consolidated: tuple[int, dict] | None = None  # a rank, and there the state of all parameters
         self._members: list[Any] | None = None  # of the groups, when they were checked; None: never
         self.replicate_async = replicate_async
         self.momentum_dtype = check_dtype("momentum_dtype", momentum_dtype)
@@ -199,8 +199,8 @@ class Muon(Optimizer):
         self._runtime.orthogonalization = self._orthogonalization()
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", summary(model))
-        self._warn_of_rounding()
-        self._warn_of_long_rows()
+        warn_of_rounding(self._runtime)
+        warn_of_long_rows(self._runtime)
 
     # Groups
 
@@ -231,6 +231,7 @@ class Muon(Optimizer):
             ValueError: for mixed groups, unknown or bad settings, and parameters that are not the model's.
             RuntimeError: if the parameters of other groups have been exchanged.
         """
+        self._consolidated = None
         if self._complete:
             check_membership(self.param_groups, self._runtime, may_lack=True)
         group = self._resolve(param_group)
@@ -268,38 +269,6 @@ class Muon(Optimizer):
         backend = backend_name(self.ns_backend, dtype, self._runtime.layout.device)
         return f"in {str(dtype).removeprefix('torch.')}, symmetric products: {backend}"
 
-    def _warn_of_rounding(self) -> None:
-        coarse = [p for p in self._runtime.params if torch.finfo(p.resting.dtype).bits < 32]
-        if coarse:
-            logger.warning(
-                "%d dedicated parameters (%s, ...) are kept in %s: updates much smaller than the weights are "
-                "lost in rounding. Pass master_dtype=torch.float32 to dedicate_params, or keep the model in "
-                "float32 and give fully_shard a MixedPrecisionPolicy.",
-                len(coarse),
-                coarse[0].param_name,
-                coarse[0].resting.dtype,
-            )
-
-    def _warn_of_long_rows(self) -> None:
-        layout, groups = self._runtime.layout, self._runtime.groups
-        longest = max(layout.shard_size, layout.replicate_size)
-        coarse = [g for g in groups if torch.finfo(g.precision.reduce_dtype(g.params[0])).bits < 32]
-        if coarse and longest > _EXACT_CHAIN:
-            logger.warning(
-                "gradients are reduced in %s over %d ranks in a chain, each of which rounds. Give "
-                "fully_shard a MixedPrecisionPolicy with reduce_dtype=torch.float32, or dedicate_params an "
-                "mp_policy of its own.",
-                coarse[0].precision.reduce_dtype(coarse[0].params[0]),
-                longest,
-            )
-        if layout.shard_size > _LONG_ROW:
-            logger.warning(
-                "a row has %d ranks: weights and gradients pass through all of them in a chain, which takes "
-                "long for small matrices. Use HSDP with rows of at most %d: a (replicate, shard) mesh.",
-                layout.shard_size,
-                _LONG_ROW,
-            )
-
     # The step
 
     @overload
@@ -323,6 +292,7 @@ class Muon(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._consolidated = None
         self.check_members()
         self._runtime.prepare_step()
         self._verify_parameters()
@@ -346,6 +316,20 @@ class Muon(Optimizer):
         `dmuon.full_tensor` see to it by themselves.
         """
         self._runtime.synchronize()
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Bring the state to one rank, so that it alone may call `state_dict()`; all ranks call this.
+
+        As `ZeroRedundancyOptimizer.consolidate_state_dict`, for programs that save on one rank. From now to
+        the next step or load, `state_dict()` of that rank needs no other and shows whole tensors on the CPU;
+        that of the other ranks raises RuntimeError. `load_state_dict` takes whole tensors, on all ranks.
+
+        Args:
+            to: the rank, of all ranks. It needs the memory of the whole state.
+        """
+        self._consolidated = None
+        state = whole_state(self.state_dict()["state"], keep=dist.get_rank() == to)
+        self._consolidated = (to, state)
 
     def _owners_update(self) -> dict[DedicatedParam, Update]:
         """Phase 1. Returns what is to be published; the same parameters on all ranks."""
