@@ -132,10 +132,10 @@ class Report:
         for line in self.setting():
             console.print(line, markup=False, highlight=False)
 
-    def markdown(self) -> str:
-        """The same as a page."""
+    def markdown(self, readme: str) -> str:
+        """The same as a page, with a link to the README of this folder."""
         lines = ["# Iterations and steps, side by side", "", "```sh", self.result["command"], "```", ""]
-        lines += [*self.setting(), "[How to read this](../README.md).", "", "![Ratios](step.png)", ""]
+        lines += [*self.setting(), f"[How to read this]({readme}).", "", "![Ratios](step.png)", ""]
         for mesh in self.meshes:
             lines += [f"## {mesh['mesh']}", ""]
             lines += [*markdown_table(TIMES, self.times(mesh)), ""]

@@ -199,7 +199,8 @@ def main(argv: list[str] | None = None) -> int:
     values.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     report = Report(result)
     report.print(Console())
-    (args.out / "step.md").write_text(report.markdown(), encoding="utf-8")
+    readme = Path(os.path.relpath(Path(__file__).with_name("README.md"), args.out)).as_posix()
+    (args.out / "step.md").write_text(report.markdown(readme), encoding="utf-8")
     report.draw(args.out / "step.png")
     print(f"\nwrote {args.out}/step.md, step.png, step.json")
     return 0

@@ -12,6 +12,7 @@ A comment in the line above a block, which readers do not see, says how it is ru
 import ast
 import contextlib
 import copy
+import importlib
 import io
 import logging
 import re
@@ -239,13 +240,38 @@ def test_links_lead_somewhere(page):
         assert not anchor or anchor in anchors(file), target
 
 
-def test_every_page_is_listed():
-    index = (ROOT / "docs" / "index.md").read_text()
-    readme = (ROOT / "README.md").read_text()
-    for page in (ROOT / "docs").glob("*.md"):
-        if page.name != "index.md":
-            assert f"({page.name})" in index
-            assert f"(docs/{page.name})" in readme
+# The site
+
+
+def test_the_site_builds(tmp_path, caplog):
+    """No broken link or anchor, no page outside of the navigation, no name unknown to the reference."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    from mkdocs.commands.build import build
+    from mkdocs.config import load_config
+    from mkdocs.exceptions import Abort
+
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path), strict=True)
+    with caplog.at_level(logging.WARNING), contextlib.suppress(Abort):
+        build(config)
+    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert not warnings, "\n".join(warnings)
+    assert (tmp_path / "index.html").exists()
+
+
+def test_the_reference_has_every_public_name():
+    described = re.findall(r"^::: dmuon\.(\w+)$", (ROOT / "docs" / "api.md").read_text(), re.MULTILINE)
+    assert sorted(described) == sorted(dmuon.__all__)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_names_of_the_package_exist(page):
+    for name in re.findall(r"`(dmuon(?:\.\w+)+)", page.read_text()):
+        parts = name.split(".")
+        found: Any = importlib.import_module(parts[0])
+        for place, part in enumerate(parts[1:], 2):
+            if not hasattr(found, part):
+                importlib.import_module(".".join(parts[:place]))
+            found = getattr(found, part)
 
 
 # A model with the usual names, set up by the usual calls

@@ -133,15 +133,19 @@ def dedicate_params_ddp(
     Args:
         model: the whole model.
         mesh: the data-parallel mesh, of one dim.
-        predicate, mp_policy, master_dtype, hook_boundary, process_groups: as for `dedicate_params`; without
-            a policy, weights and gradients travel in the model's dtype.
+        predicate: as for `dedicate_params`.
+        mp_policy: as for `dedicate_params`; without it, weights and gradients travel in the model's dtype.
+        master_dtype: as for `dedicate_params`.
+        hook_boundary: as for `dedicate_params`.
+        process_groups: as for `dedicate_params`.
 
     Returns:
         A record per dedicated parameter, in module order.
 
     Raises:
-        TypeError, ValueError: as `dedicate_params`; and ValueError for a parameter that tensor parallelism
-            has cut, which is for `dedicate_params_ddp_tp`.
+        TypeError: as `dedicate_params`.
+        ValueError: as `dedicate_params`; and for a parameter that tensor parallelism has cut, which is for
+            `dedicate_params_ddp_tp`.
     """
     layout = DataParallelLayout.from_meshes(mesh, ddp=True)
     options = _options(False, mp_policy, master_dtype, hook_boundary, process_groups)
@@ -164,8 +168,8 @@ def dedicate_params_ddp_tp(
     The pieces of a gradient travel to the TP owner, and those of the update back, as in `dedicate_params`.
     The other parameters, whole or in pieces, go to `replicate_tp` afterwards.
 
-    Args and errors: as `dedicate_params_ddp` and, for `tp_buffer_reuse`, `dedicate_params`; parameters that
-    nothing has cut are welcome too.
+    Arguments and errors are those of `dedicate_params_ddp` and, for `tp_buffer_reuse`, of `dedicate_params`.
+    Parameters that nothing has cut are welcome too.
     """
     layout = DataParallelLayout.from_meshes(mesh, ddp=True)
     options = _options(False, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)

@@ -60,7 +60,6 @@ def clip_grad_norm_(
         error_if_nonfinite: raise if the norm is NaN or infinite, on every rank, before anything is scaled.
             Otherwise the gradients are scaled by what comes out, as torch does: a NaN norm makes all of them
             NaN; an infinite one makes finite elements 0 and infinite ones NaN.
-
         pipeline: the mesh dim, or process group, of the ranks whose stages together are the model: the norm
             is that of all stages. All of them call it.
 

@@ -88,7 +88,10 @@ class Muon(Optimizer):
         ns_dtype: dtype of Newton-Schulz; by default float32 on CPU and bfloat16 on CUDA.
         adjust_lr_fn: "original" scales the update by sqrt(max(1, rows / cols)), "match_rms_adamw" by
             0.2 sqrt(max(rows, cols)), "none" not at all; of the whole matrix.
-        adamw_lr, adamw_betas, adamw_eps, adamw_weight_decay: of AdamW.
+        adamw_lr: learning rate of AdamW.
+        adamw_betas: of AdamW.
+        adamw_eps: of AdamW.
+        adamw_weight_decay: of AdamW, decoupled.
         param_groups: groups with settings of their own, `{"params": [...], "lr": ..., ...}`. `params` holds
             parameters of the model (as it is now, after `fully_shard`) or their names; each group is either
             all dedicated or all base. `lr`, `weight_decay` and the rest are those of the group's algorithm.

@@ -72,26 +72,26 @@ def newton_schulz(
 ) -> Tensor:
     """Return the Newton-Schulz orthogonalization of each matrix in a batch.
 
-    Each matrix is first divided by ``max(norm, eps)``, its Frobenius norm clamped as in
-    :class:`torch.optim.Muon`. The norm is the true one for every finite input: nothing overflows or vanishes
-    on the way to it. So scaling a matrix does not change the result as long as its norm is above ``eps``; one
+    Each matrix is first divided by `max(norm, eps)`, its Frobenius norm clamped as in
+    `torch.optim.Muon`. The norm is the true one for every finite input: nothing overflows or vanishes
+    on the way to it. So scaling a matrix does not change the result as long as its norm is above `eps`; one
     far below comes out near zero, and zero comes out zero. No finite input gives NaN or inf under the named
     coefficients; NaN or inf in a matrix makes all of that matrix NaN and touches no other.
 
     Args:
         matrix: shape (..., rows, cols), wide or tall, floating point. Read only; not differentiated through.
         steps: number of iterations, at least 1.
-        coefficients: a name in :data:`COEFFICIENTS`, or your own as :func:`resolve_coefficients` takes them.
+        coefficients: "quintic", "polar_express", "you", a triple for all steps, or a sequence of triples.
         dtype: precision of the matrix products: float32, float64, bfloat16 or float16. None takes bfloat16
             on CUDA; elsewhere float64 for a float64 matrix and float32 for all others.
-        algorithm: "direct", "gram", or "auto" for the one with fewer operations, by :func:`operation_count`;
-            in bfloat16 "auto" is "direct", the more exact one there.
+        algorithm: "direct", "gram", or "auto" for the one with fewer operations (see
+            `operation_count`); in bfloat16 "auto" is "direct", the more exact one there.
         backend: how products with a symmetric result are computed: "full", "panels", "quack", "triton", or
-            "auto" for the fastest on the device; see :mod:`dmuon.optim.products`.
-        eps: smallest divisor, in the units of ``matrix``; finite, not negative.
+            "auto" for the fastest on the device; see `dmuon.optim.products`.
+        eps: smallest divisor, in the units of `matrix`; finite, not negative.
 
     Returns:
-        A new contiguous tensor with the shape, dtype and device of ``matrix``.
+        A new contiguous tensor with the shape, dtype and device of `matrix`.
 
     Raises:
         ValueError: for a matrix that is not floating point or has fewer than two dimensions, or an argument
