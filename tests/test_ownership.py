@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from dmuon.optim.newton_schulz import operation_count
 from dmuon.ownership import Matrix, assign, choose_owners, imbalance, loads_of, lower_bound, matrices_of
 from dmuon.planner.registry import CONFIGS, from_registry
+from dmuon.structure import PLAIN
 
 
 def apart(*costs: int) -> list[Matrix]:
@@ -20,7 +21,7 @@ def apart(*costs: int) -> list[Matrix]:
 
 def model(name: str) -> list[Matrix]:
     params = from_registry(name).dedicated
-    return matrices_of([(p.shape[0], p.shape[1]) for p in params], [p.block for p in params])
+    return matrices_of([PLAIN.matrices(p.shape) for p in params], [p.block for p in params])
 
 
 def by_the_rule(matrices: list[Matrix], loads: list[int]) -> list[int]:
@@ -104,8 +105,8 @@ def test_slots_that_have_work_already_get_less():
 
 
 def test_costs_are_operations_and_groups_are_blocks():
-    shapes = [(8, 4), (4, 4), (4, 8)]
-    assert matrices_of(shapes, ["a", None, "a"]) == [
+    kinds = [[(1, 8, 4)], [(1, 4, 4)], [(1, 4, 8)]]
+    assert matrices_of(kinds, ["a", None, "a"]) == [
         Matrix(operation_count(8, 4), 0),
         Matrix(operation_count(4, 4), 1),
         Matrix(operation_count(8, 4), 0),

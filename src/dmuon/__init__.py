@@ -27,12 +27,14 @@ from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
 from .scaler import GradScaler
+from .structure import Structure
 
 __version__ = "0.1.0"
 
 __all__ = [
     "GradScaler",
     "Muon",
+    "Structure",
     "clip_grad_norm_",
     "dedicate_params",
     "dedicate_params_ddp",

@@ -7,7 +7,7 @@ here at all, but for weights that come as DTensors over the data-parallel dims.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -25,8 +25,10 @@ from .engine.ddp import FirstRankWins, hide_from_ddp, shard_over_rows_of_one
 from .engine.layout import DataParallelLayout, ranks_by_group, root_mesh
 from .engine.parameter import DedicatedParam, record_of
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
+from .engine.stack import Stack, lies_whole
 from .engine.tensor_parallel import TensorParallel
-from .ownership import blocks_of, choose_owners, matrices_of
+from .ownership import blocks_of, choose_owners, cost_of, matrices_of
+from .recognition import StructureSpec, structures_of
 from .selection import (
     Candidate,
     Predicate,
@@ -36,6 +38,7 @@ from .selection import (
     small_share_warning,
     tied_parameters,
 )
+from .structure import Structure
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ def dedicate_params(
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
     tp_buffer_reuse: BufferReuse = False,
+    structure: StructureSpec | None = None,
 ) -> list[DedicatedParam]:
     """Give every matrix of the hidden layers one owner; `fully_shard` will leave these matrices alone.
 
@@ -92,6 +96,11 @@ def dedicate_params(
             "gather", those of gradients on their way to the TP owners; "scatter", those of updates on their
             way back; True or "all", both. It spares allocations, and costs the memory of the buffers that are
             in use at one time.
+        structure: which matrices a parameter holds, where it is more than one, or stored as [in, out]: a dict
+            from name patterns (`"*.qkv.weight"`, as `fnmatch`) to `dmuon.Structure`, or
+            `structure(name, parameter, module) -> dmuon.Structure | None`. What it says nothing about goes by
+            the layouts of transformers and timm that are known (`dmuon.summary` shows them), else a parameter
+            is one matrix, or a stack of them if it has more dims. `dmuon.Structure()` is one matrix.
 
     Returns:
         A record per dedicated parameter, in module order (as `get_dedicated_params` gives it again).
@@ -108,7 +117,7 @@ def dedicate_params(
     options = _options(
         reshard_after_forward, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse
     )
-    return _dedicate(model, layout, options, predicate)
+    return _dedicate(model, layout, options, predicate, structure)
 
 
 def dedicate_params_ddp(
@@ -120,6 +129,7 @@ def dedicate_params_ddp(
     master_dtype: torch.dtype | None = None,
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
+    structure: StructureSpec | None = None,
 ) -> list[DedicatedParam]:
     """`dedicate_params` for a model that stays whole on every data-parallel rank.
 
@@ -138,6 +148,7 @@ def dedicate_params_ddp(
         master_dtype: as for `dedicate_params`.
         hook_boundary: as for `dedicate_params`.
         process_groups: as for `dedicate_params`.
+        structure: as for `dedicate_params`.
 
     Returns:
         A record per dedicated parameter, in module order.
@@ -149,7 +160,7 @@ def dedicate_params_ddp(
     """
     layout = DataParallelLayout.from_meshes(mesh, ddp=True)
     options = _options(False, mp_policy, master_dtype, hook_boundary, process_groups)
-    return _dedicate(model, layout, options, predicate, cut_goes_to="dmuon.dedicate_params_ddp_tp")
+    return _dedicate(model, layout, options, predicate, structure, cut_goes_to="dmuon.dedicate_params_ddp_tp")
 
 
 def dedicate_params_ddp_tp(
@@ -162,6 +173,7 @@ def dedicate_params_ddp_tp(
     hook_boundary: HookBoundary | None = None,
     process_groups: ProcessGroups = "isolated",
     tp_buffer_reuse: BufferReuse = False,
+    structure: StructureSpec | None = None,
 ) -> list[DedicatedParam]:
     """`dedicate_params_ddp` for a model that `parallelize_module` has cut inside each replica.
 
@@ -173,7 +185,7 @@ def dedicate_params_ddp_tp(
     """
     layout = DataParallelLayout.from_meshes(mesh, ddp=True)
     options = _options(False, mp_policy, master_dtype, hook_boundary, process_groups, tp_buffer_reuse)
-    return _dedicate(model, layout, options, predicate)
+    return _dedicate(model, layout, options, predicate, structure)
 
 
 def replicate(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -212,6 +224,7 @@ def _dedicate(
     layout: DataParallelLayout,
     options: Options,
     predicate: Predicate | None,
+    structure: StructureSpec | None,
     *,
     cut_goes_to: str | None = None,
 ) -> list[DedicatedParam]:
@@ -231,14 +244,24 @@ def _dedicate(
     chosen = chosen_parameters(model, predicate)
     _check(chosen, model)
     _warn_of_choice(model, chosen, by_predicate=predicate is not None)
+    structures = structures_of(chosen, structure, model)
+    stacks = [] if layout.is_ddp else [c for c in chosen if _needs_no_owner(c, structures[c])]
+    chosen = [candidate for candidate in chosen if candidate not in stacks]
+    if not chosen:
+        raise ValueError(
+            f"nothing to dedicate but stacks of matrices ({stacks[0].name}, ...), which stay where they are. "
+            "Choose a matrix besides."
+        )
     cuts = _tensor_parallel_cuts(chosen, layout)
     if cut_goes_to is not None:
         for candidate, cut in zip(chosen, cuts, strict=True):
             if cut is not None and cut.size > 1:
                 raise ValueError(f"{candidate.name} is cut by tensor parallelism: call {cut_goes_to} instead")
-    shapes = [(candidate.param.shape[0], candidate.param.shape[1]) for candidate in chosen]
+    kinds = [structures[candidate].matrices(candidate.param.shape) for candidate in chosen]
     tp_groups = [cut.ranks if cut is not None else () for cut in cuts]
-    slots, tp_owners = choose_owners(matrices_of(shapes, blocks_of(model, chosen)), layout.size, tp_groups)
+    matrices = matrices_of(kinds, blocks_of(model, chosen))
+    loads = _loads_of([(c.param, structures[c]) for c in stacks], layout)
+    slots, tp_owners = choose_owners(matrices, layout.size, tp_groups, loads=loads)
     params = [
         DedicatedParam(
             c.name,
@@ -249,10 +272,12 @@ def _dedicate(
             tp,
             tp_owner,
             options.master_dtype,
+            structures[c],
         )
         for c, slot, tp, tp_owner in zip(chosen, slots, cuts, tp_owners, strict=True)
     ]
-    Runtime(model, layout, params, options)
+    in_place = [Stack(c.name, c.module, c.attribute, structures[c]) for c in stacks]
+    Runtime(model, layout, params, options, in_place)
     install_model_hooks(params)
     if layout.is_ddp:
         hide_from_ddp(model, [candidate.path for candidate in chosen])
@@ -376,11 +401,36 @@ def _check(chosen: list[Candidate], model: nn.Module) -> None:
             )
         if id(param) in tied:
             raise ValueError(f"{name} is tied to another parameter; leave it to AdamW (choose by predicate)")
-        if param.ndim != 2:
+        if param.ndim < 2:
             shape = tuple(param.shape)
-            raise ValueError(f"{name} has shape {shape}; only matrices (two dims) can be dedicated")
+            raise ValueError(f"{name} has shape {shape}; only matrices, and stacks of them, can be dedicated")
         if not param.is_floating_point():
             raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
+
+
+def _needs_no_owner(candidate: Candidate, structure: Structure) -> bool:
+    """Whether its matrices stay whole where FSDP2 puts them: a stack, unless something cuts inside."""
+    param = candidate.param
+    whole = not isinstance(param, DTensor) or lies_whole(param, structure)
+    return structure.stacked(param.shape) > 0 and whole
+
+
+def _loads_of(stacks: Sequence[tuple[nn.Parameter, Structure]], layout: DataParallelLayout) -> list[int]:
+    """Operations that each slot has to do for stacks, wherever its dense matrices go.
+
+    As `fully_shard` cuts the first dim. Of one that expert parallelism has cut, all slots have a like part.
+    """
+    loads = [0] * layout.size
+    for param, structure in stacks:
+        count, cost = param.shape[0], cost_of(structure.matrices((1, *param.shape[1:])))
+        chunk = -(-count // layout.shard_size)
+        for slot in range(layout.size):
+            if isinstance(param, DTensor):
+                loads[slot] += count * cost // layout.shard_size
+            else:
+                shard = layout.owner_of_slot(slot).shard
+                loads[slot] += max(0, min(chunk, count - shard * chunk)) * cost
+    return loads
 
 
 def _warn_of_choice(model: nn.Module, chosen: list[Candidate], *, by_predicate: bool) -> None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from .engine.parameter import DedicatedParam
-from .engine.runtime import find_runtime
+from .engine.runtime import Runtime, find_runtime
 from .ownership import imbalance, loads_of, matrices_of
 from .selection import clean_name, why_not
+from .structure import PLAIN
 
 
 def get_dedicated_params(model: nn.Module) -> list[DedicatedParam]:
@@ -48,11 +50,12 @@ def summary(model: nn.Module) -> str:
     runtime = find_runtime(model)
     rows = [("parameter", "shape", "dtype", "algorithm", "kept by", "bytes")]
     totals = {"muon": 0, "adamw": 0}
+    stacks = {id(stack.param) for stack in runtime.stacks}
     for name, tensor in model.named_parameters():
         if not tensor.requires_grad:
             continue
         param = runtime.record_of(tensor)
-        algorithm = "muon" if param is not None else "adamw"
+        algorithm = "muon" if param is not None or id(tensor) in stacks else "adamw"
         nbytes = tensor.numel() * tensor.element_size()
         totals[algorithm] += nbytes
         shape = "x".join(map(str, tensor.shape)) or "scalar"
@@ -67,7 +70,7 @@ def summary(model: nn.Module) -> str:
                 f"{nbytes:,}",
             )
         )
-    lines = [*_table(rows), "", *_balance(runtime.params, totals)]
+    lines = [*_table(rows), "", *_balance(runtime.params, totals), *_held(runtime)]
     dedicated = {param.param_name for param in runtime.params}
     for name, reason in why_not(runtime.model).items():
         if "guessed" in reason and name not in dedicated:
@@ -75,6 +78,19 @@ def summary(model: nn.Module) -> str:
     if runtime.orthogonalization is not None:
         lines.append(f"newton-schulz: {runtime.orthogonalization}")
     return "\n".join(lines)
+
+
+def _held(runtime: Runtime) -> list[str]:
+    """What parameters hold that are not one matrix [out, in]; like ones of several layers once."""
+    found: dict[tuple[str, str], int] = {}
+    of_params = [(p.param_name, p.structure, p.full_shape) for p in runtime.params]
+    for name, structure, shape in of_params + [(s.name, s.structure, s.param.shape) for s in runtime.stacks]:
+        if structure != PLAIN or len(shape) > 2:
+            kinds = " + ".join(f"{count} of {rows}x{cols}" for count, rows, cols in structure.matrices(shape))
+            stored = ", stored [in, out]" if structure.transposed else ""
+            key = (re.sub(r"\b\d+\b", "*", name), f"{kinds}{stored}")
+            found[key] = found.get(key, 0) + 1
+    return [f"holds: {name}: {what} ({times} parameters)" for (name, what), times in found.items()]
 
 
 def _owner_text(param: DedicatedParam) -> str:
@@ -98,7 +114,7 @@ def _table(rows: Sequence[tuple[str, ...]]) -> list[str]:
 
 def _balance(params: list[DedicatedParam], totals: dict[str, int]) -> list[str]:
     layout = params[0].layout
-    matrices = matrices_of([(p.full_shape[0], p.full_shape[1]) for p in params], [None] * len(params))
+    matrices = matrices_of([p.structure.matrices(p.full_shape) for p in params], [None] * len(params))
     slots = [layout.slot_of(param.coordinate) for param in params]
     by_owner = loads_of(matrices, slots, layout.size)
     owners = sum(load > 0 for load in by_owner)

@@ -39,12 +39,19 @@ import torch.nn as nn
 from .optim.newton_schulz import operation_count
 from .selection import Candidate, block_modules, enclosing
 
+Kind = tuple[int, int, int]  # how many matrices, rows, columns
+
 
 class Matrix(NamedTuple):
-    """What the assignment needs to know of one matrix."""
+    """What the assignment needs to know of one parameter: of its matrix, or of all it holds."""
 
     cost: int  # operations of its orthogonalization, not negative
     group: int  # matrices with the same number are gathered together
+
+
+def cost_of(kinds: Sequence[Kind]) -> int:
+    """Operations of Newton-Schulz for all matrices of one parameter."""
+    return sum(count * operation_count(rows, cols) for count, rows, cols in kinds)
 
 
 def blocks_of(model: nn.Module, chosen: Sequence[Candidate]) -> list[str | None]:
@@ -58,18 +65,18 @@ def blocks_of(model: nn.Module, chosen: Sequence[Candidate]) -> list[str | None]
     return [of_module[candidate.path.rpartition(".")[0]] for candidate in chosen]
 
 
-def matrices_of(shapes: Sequence[tuple[int, int]], blocks: Sequence[Hashable]) -> list[Matrix]:
-    """The matrices as the assignment sees them.
+def matrices_of(kinds: Sequence[Sequence[Kind]], blocks: Sequence[Hashable]) -> list[Matrix]:
+    """The parameters as the assignment sees them, which gives all matrices of one to one owner.
 
     Args:
-        shapes: rows and columns of the whole matrices, in module order.
-        blocks: for each matrix the repeated block of the model that it is in; those of one block are a group.
+        kinds: of each parameter, in module order, what it holds (`Structure.matrices` of the whole).
+        blocks: for each parameter the repeated block of the model that it is in; those of one are a group.
             Where FSDP2 will put its boundaries is not known yet.
     """
     numbers: dict[Hashable, int] = {}
     return [
-        Matrix(operation_count(rows, cols), numbers.setdefault(block, len(numbers)))
-        for (rows, cols), block in zip(shapes, blocks, strict=True)
+        Matrix(cost_of(held), numbers.setdefault(block, len(numbers)))
+        for held, block in zip(kinds, blocks, strict=True)
     ]
 
 

@@ -1,7 +1,8 @@
 """Which parameters are dedicated when the user does not say: the 2-D weights of hidden layers.
 
 Decided from module types, global shapes and what a model says about itself (transformers' methods), so that
-every rank, and a model on the meta device, comes to the same answer. Names of parameters play no part.
+every rank, and a model on the meta device, comes to the same answer. Names of parameters play no part, but
+that no "bias" is a matrix.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ def why_not(model: nn.Module) -> dict[str, str]:
 
     What the model does not say and shapes do not show is called "guessed". A hidden matrix is the 2-D weight
     of a Linear, of an attention's input projection, or of a layer class that is not torch's own, that is
-    no embedding, no head, not tied and no vector. Frozen parameters are judged like any other.
+    no embedding, no head, no router, not tied and no vector; or a stack of them, [experts, rows, columns],
+    of a class with "Experts" in its name. Frozen parameters are judged like any other.
     """
     tied, embeddings = tied_parameters(model), _embeddings(model)
     reasons: dict[str, str] = {}
@@ -217,7 +219,7 @@ def _heads(
     # one of relative positions.
     blocks = block_modules(model)
     paths = dict(model.named_modules())
-    outside = [c for c in matrices if enclosing(_parent(c.path), blocks) is None]
+    outside = [c for c in matrices if c.param.ndim == 2 and enclosing(_parent(c.path), blocks) is None]
     tables = [m for path, m in paths.items() if m in embeddings and enclosing(path, blocks) is None]
 
     sizes = [p.shape for m in tables if not isinstance(m, nn.Linear) for p in _own(m) if p.ndim == 2]
@@ -278,6 +280,10 @@ def _sounds_like_table(class_name: str) -> bool:
     return class_name.endswith(("Embedding", "Embeddings", "EmbeddingBag"))
 
 
+def _sounds_like_router(class_name: str) -> bool:
+    return class_name.endswith(("Router", "Gate"))
+
+
 def _class_names(module: nn.Module) -> list[str]:
     """The names of its class and of those that this one is derived from; `fully_shard` derives new ones."""
     return [cls.__name__ for cls in type(module).__mro__]
@@ -308,8 +314,11 @@ def _no_matrix(candidate: Candidate) -> str | None:
         return "vector"
     if isinstance(module, nn.modules.conv._ConvNd):
         return f"{param.ndim}-D: convolution"
+    if any(map(_sounds_like_router, _class_names(module))):
+        return "router: by the name of its class"
     if param.ndim > 2:
-        return f"{param.ndim}-D: stack of matrices"
+        holds = any("Experts" in name for name in _class_names(module)) and "bias" not in candidate.attribute
+        return None if holds else f"{param.ndim}-D: stack of matrices"
     if isinstance(module, nn.RNNBase):
         return "recurrent layer"
     return None if _is_layer_weight(candidate) else "not the weight of a layer"

@@ -150,6 +150,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
     Loading raises ValueError, by name, before anything has changed, for what is missing or does not fit.
     """
     loaded: dict[DedicatedParam, torch.Tensor] = {}
+    stacks: dict[torch.Tensor, torch.Tensor] = {}  # that Muon trains where they lie
 
     def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [settings_to_save(group) for group in state_dict["param_groups"]]
@@ -178,6 +179,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
         # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
         # to the parameter's dtype on the way in, so it goes round torch.
         loaded.clear()
+        stacks.clear()
         optimizer._consolidated = None
         optimizer.check_members()
         optimizer.synchronize()  # a publish in flight may have to read momentum still
@@ -193,8 +195,11 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
                     continue
                 _check_entry(entry, name, resting, mine["algorithm"])
                 param = optimizer._record(resting)
-                if param is not None and entry:
-                    values[param] = entry[_MOMENTUM]
+                if entry and mine["algorithm"] == "muon":
+                    if param is not None:
+                        values[param] = entry[_MOMENTUM]
+                    else:
+                        stacks[resting] = entry[_MOMENTUM]
                     state[key] = {k: v for k, v in entry.items() if k != _MOMENTUM}
                 elif isinstance(resting, DTensor):
                     state[key] = {k: v if k == "step" else _as_lies(v, resting) for k, v in entry.items()}
@@ -209,6 +214,12 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             if param.keeps_state:
                 local.copy_(_piece_of(whole, param) if param.in_pieces else whole)
         loaded.clear()
+        for stack, value in stacks.items():
+            if isinstance(stack, DTensor):
+                value = _as_lies(value, stack)
+            value = value.to(device=stack.device, dtype=optimizer.momentum_dtype)
+            optimizer.state[stack][_MOMENTUM] = value
+        stacks.clear()
         for group in optimizer.param_groups:
             for resting in group["params"]:
                 if "step" in optimizer.state.get(resting, {}):
@@ -253,6 +264,8 @@ def _first_state(
     if param is not None:
         zeros = torch.zeros(param.piece_shape, dtype=optimizer.momentum_dtype, device=param.layout.device)
         return {_MOMENTUM: _as_stock(zeros, param)}
+    if algorithm == "muon":
+        return {_MOMENTUM: torch.zeros_like(resting, dtype=optimizer.momentum_dtype)}
     zeros = torch.zeros_like(resting)
     step = torch.zeros((), dtype=torch.float32)
     return {"step": step, "exp_avg": zeros.detach(), "exp_avg_sq": zeros.detach().clone()}

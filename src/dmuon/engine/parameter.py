@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from ..structure import PLAIN, Structure
 from .collectives import explained
 from .layout import DataParallelLayout, Owner, wrap_local
 from .owned import OwnedTensor
@@ -38,6 +39,7 @@ class DedicatedParam:
     Attributes:
         param_name: fully qualified name in the model.
         full_shape: shape of the whole tensor.
+        structure: which matrices it holds.
         mesh: the mesh of its resting form: the data-parallel dims, then the tensor-parallel ones.
         tp: how tensor parallelism holds it; None for a plain parameter.
         tp_owner: position in the TP group of the rank that runs Newton-Schulz.
@@ -59,6 +61,7 @@ class DedicatedParam:
         tp: TensorParallel | None = None,
         tp_owner: int = 0,
         master_dtype: torch.dtype | None = None,
+        structure: Structure = PLAIN,
     ) -> None:
         self.param_name = name
         self.module = module
@@ -67,6 +70,7 @@ class DedicatedParam:
         self.coordinate = owner
         self.tp = tp
         self.tp_owner = tp_owner
+        self.structure = structure
         self.in_pieces = False
         self.gathered: nn.Parameter | None = None
         self.published: Version | None = None

@@ -38,6 +38,7 @@ from .hooks import tensors_in, untraced
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
 from .queue import Ticket
+from .stack import Stack
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,17 @@ class Runtime:
     """
 
     def __init__(
-        self, model: nn.Module, layout: DataParallelLayout, params: list[DedicatedParam], options: Options
+        self,
+        model: nn.Module,
+        layout: DataParallelLayout,
+        params: list[DedicatedParam],
+        options: Options,
+        stacks: Sequence[Stack] = (),
     ) -> None:
         self.model = model
         self.layout = layout
         self.params = params  # in module order
+        self.stacks = tuple(stacks)  # what Muon trains besides
         self.options = options
         self.groups: list[Group] = []  # in module order
         self.on_seal: list[Callable[[], None]] = []
@@ -184,6 +191,8 @@ class Runtime:
         for param in self.params:
             param.refresh()
         check_sharding(self.model, self.layout, self.params)
+        for stack in self.stacks:
+            stack.check()
 
     def _add_group(
         self,

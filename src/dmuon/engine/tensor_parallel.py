@@ -66,10 +66,10 @@ class TensorParallel:
     def owner_placements(self) -> tuple[Placement, ...]:
         """Placements, on `mesh`, of what lives whole on the TP owner.
 
-        Of the other dim than the weight's own: by this, a gradient of ours is told from one in pieces.
+        Of another dim than the weight's own: by this, a gradient of ours is told from one in pieces.
         """
         return tuple(
-            Shard(1 - p.dim) if dim in self.cutting else p  # type: ignore[attr-defined]
+            Shard(0 if p.dim else 1) if dim in self.cutting else p  # type: ignore[attr-defined]
             for dim, p in enumerate(self.placements)
         )
 

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from ..engine.parameter import DedicatedParam
+from ..structure import PLAIN
 from .newton_schulz import Triple
 
 GramPolicy = Literal["beneficial", "always", "never"]
@@ -101,7 +102,7 @@ def chooses(policy: GramPolicy, param: DedicatedParam, gradient: torch.dtype, we
 
     gradient, weight: the dtypes in which the pieces of the gradient and of the update would travel.
     """
-    if policy == "never" or not cut_by_its_long_side(param):
+    if policy == "never" or param.structure != PLAIN or not cut_by_its_long_side(param):
         return False
     assert param.tp is not None
     pieces = [param.tp.shape_of(position).numel() for position in range(param.tp.size)]

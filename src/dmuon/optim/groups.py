@@ -61,32 +61,33 @@ def find_parameters(
 def check_membership(groups: Sequence[Mapping[str, Any]], runtime: Runtime, *, may_lack: bool) -> None:
     """Refuse groups whose parameters somebody has exchanged, or that differ between ranks; collective.
 
-    may_lack: trainable dedicated parameters may be in no group, as long as groups are being added.
+    may_lack: trainable parameters of Muon's may be in no group, as long as groups are being added.
 
     Raises:
-        RuntimeError: on all ranks, unless each trainable dedicated parameter is there once, with its like,
-            and the same on all ranks.
+        RuntimeError: on all ranks, unless each trainable parameter of Muon's is there once, with its like, and
+            the same on all ranks.
     """
+    wanted = {id(record.resting): (record.param_name, record.resting) for record in runtime.params}
+    wanted |= {id(stack.param): (stack.name, stack.param) for stack in runtime.stacks}
     counts: Counter[str] = Counter()
-    listed = []  # the dedicated parameters of each group, by name
+    listed = []  # Muon's parameters in each group, by name
     problem = None
     for group in groups:
-        records = [runtime.record_of(param) for param in group["params"]]
-        names = [record.param_name for record in records if record is not None]
+        names = [wanted[id(param)][0] for param in group["params"] if id(param) in wanted]
         counts.update(names)
         listed.append(names)
-        stranger = next((p for p, r in zip(group["params"], records, strict=True) if r is None), None)
+        stranger = next((param for param in group["params"] if id(param) not in wanted), None)
         if group["algorithm"] == "muon" and stranger is not None:
             problem = f"a parameter of shape {tuple(stranger.shape)} in a group of Muon's is not dedicated"
         elif group["algorithm"] != "muon" and names:
             problem = f"{names[0]} is dedicated, and in a group of AdamW's"
-    for record in runtime.params:
-        count = counts[record.param_name]
-        if count > 1 or (count == 0 and record.resting.requires_grad and not may_lack):
+    for name, param in wanted.values():
+        count = counts[name]
+        if count > 1 or (count == 0 and param.requires_grad and not may_lack):
             problem = (
-                f"{record.param_name} is {count} times in the optimizer's parameter groups, not once"
+                f"{name} is {count} times in the optimizer's parameter groups, not once"
                 if count
-                else f"{record.param_name} is trainable, and not in the optimizer's parameter groups"
+                else f"{name} is trainable, and not in the optimizer's parameter groups"
             )
             break
     digest = hashlib.sha256(repr(listed).encode()).hexdigest()

@@ -17,11 +17,12 @@ from torch.optim import AdamW, Optimizer
 from ..checkpoint.hooks import install_optimizer_hooks, whole_state
 from ..engine import fsdp
 from ..engine.buffer import Update
-from ..engine.parameter import DedicatedParam
+from ..engine.parameter import DedicatedParam, local_part
 from ..engine.runtime import find_runtime
 from ..inspect import summary
 from ..scratch import Scratch
 from ..selection import clean_name
+from ..structure import Structure
 from .cautions import warn_of_long_rows, warn_of_rounding
 from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
 from .groups import (
@@ -32,20 +33,22 @@ from .groups import (
     check_muon,
     find_parameters,
 )
-from .newton_schulz import Coefficients, Settings, orthogonalize, resolve_coefficients
-from .products import Backend, backend_name, check_available, check_backend, matrices_at_once
+from .newton_schulz import Coefficients, Settings, resolve_coefficients
+from .parts import orthogonalize_parts, params_at_once, scale_of, update_stack
+from .products import Backend, backend_name, check_available, check_backend
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
 
 logger = logging.getLogger(__name__)
 
 _FOREACH_SIZE = 32  # DTensors in one foreach operation
 
-_Kind = tuple[torch.Size, tuple[int, ...] | None]  # of matrices: the shape, and the ranks that hold copies
+# Of parameters that go into one batch: the shape, what they hold, and the ranks that hold copies.
+_Kind = tuple[torch.Size, Structure, tuple[int, ...] | None]
 
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A matrix that this rank orthogonalizes; momentum, gradient: [rows, cols], whole.
+    """A parameter that this rank orthogonalizes; momentum, gradient: whole.
 
     live: one element, 0 where no rank had a gradient and all is to stay; None: some rank had one.
     """
@@ -63,7 +66,8 @@ class Muon(Optimizer):
 
     1. *Owners update.* For each dedicated matrix that has a gradient, its owner advances the momentum and
        runs Newton-Schulz on the whole matrix. The other ranks do nothing for it, and no collective is issued:
-       the gradient came to the owner during backward. Where nobody else keeps the weight, the owner decays
+       the gradient came to the owner during backward. Of stacks of experts, every rank does what FSDP2 and
+       expert parallelism have left whole with it. Where nobody else keeps the weight, the owner decays
        and updates it, and the next forward gathers the new one.
     2. *Publish*, where somebody else keeps a copy (HSDP and DDP replicas, tensor-parallel pieces): the update
        is left for the publish in front of the weight's next gather, when all who keep it apply it. The first
@@ -154,6 +158,7 @@ class Muon(Optimizer):
         self._model = model
         self._names = {id(p): clean_name(name) for name, p in model.named_parameters()}
         self._order = {key: place for place, key in enumerate(self._names)}
+        self._stacks = {id(stack.param): stack.structure for stack in self._runtime.stacks}
         self._verified = False
         self._complete = False  # the groups are those of the constructor, or more
         self._consolidated: tuple[int, dict] | None = None  # a rank, and there the state of all parameters
@@ -215,7 +220,7 @@ class Muon(Optimizer):
         taken = {id(param) for group in complete for param in group["params"]}
         rest = [p for _, p in self._model.named_parameters() if p.requires_grad and id(p) not in taken]
         for dedicated in (True, False):
-            params = [p for p in rest if (self._record(p) is not None) == dedicated]
+            params = [p for p in rest if self._is_muons(p) == dedicated]
             if params:
                 complete.append({"params": params})
         return complete
@@ -239,9 +244,9 @@ class Muon(Optimizer):
             check_membership(self.param_groups, self._runtime, may_lack=True)
         group = self._resolve(param_group)
         group["params"].sort(key=lambda param: self._order[id(param)])
-        dedicated = {self._record(param) is not None for param in group["params"]}
+        dedicated = {self._is_muons(param) for param in group["params"]}
         if len(dedicated) > 1:
-            names = [self._names[id(p)] for p in group["params"] if self._record(p) is not None]
+            names = [self._names[id(p)] for p in group["params"] if self._is_muons(p)]
             raise ValueError(
                 f"a parameter group mixes dedicated parameters ({names[0]}, ...) with others; make it two "
                 "groups, whose learning rates are Muon's and AdamW's"
@@ -265,6 +270,10 @@ class Muon(Optimizer):
 
     def _record(self, param: torch.Tensor) -> DedicatedParam | None:
         return self._runtime.record_of(param)
+
+    def _is_muons(self, param: torch.Tensor) -> bool:
+        """Whether Muon trains a parameter: a dedicated one, or a stack that stays with FSDP2."""
+        return self._record(param) is not None or id(param) in self._stacks
 
     def _orthogonalization(self) -> str:
         """For `summary`."""
@@ -342,20 +351,28 @@ class Muon(Optimizer):
             if group["algorithm"] != "muon":
                 continue
             rule, settings = check_rule(group), self._settings(group)
-            dtype, device = self._compute_dtype(settings), self._runtime.layout.device
+            dtype = self._compute_dtype(settings)
             mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
             for param in self._to_update(group):
                 param.check_gradient()
-                update = Update(partial(apply_update, rule=rule, shape=param.full_shape), dtype)
+                scale = scale_of(param.structure, param.full_shape, rule.adjust_lr_fn)
+                update = Update(partial(apply_update, rule=rule, scale=scale), dtype)
                 self._advance(param, update, rule, settings, mine)
                 param.mark_updated()
                 if param.is_published:
                     updates[param] = update
-            for ((rows, cols), _), matrices in mine.items():
-                count = matrices_at_once(rows, cols, dtype, device)
+            for (shape, structure, _), matrices in mine.items():
+                count = params_at_once(structure, shape, settings, matrices[0].momentum)
                 for first in range(0, len(matrices), count):
                     batch = matrices[first : first + count]
                     self._orthogonalize(batch, rule, settings, scratch, updates)
+            for stack in group["params"]:
+                if id(stack) in self._stacks and stack.grad is not None:
+                    weight, momentum, gradient = map(
+                        local_part, (stack, self._stack_momentum(stack), stack.grad)
+                    )
+                    structure = self._stacks[id(stack)]
+                    update_stack(weight, momentum, gradient, structure, rule, settings, scratch)
         return updates
 
     def _to_update(self, group: Mapping[str, Any]) -> list[DedicatedParam]:
@@ -393,7 +410,8 @@ class Muon(Optimizer):
         elif param.keeps_state:
             # What other ranks orthogonalize too, because tensor parallelism does not cut it, goes only with
             # others of the kind: rounding depends on the batch, and all copies have to come out alike.
-            kind = (param.full_shape, param.tp.copies if param.tp is not None else None)
+            copies = param.tp.copies if param.tp is not None else None
+            kind = (param.full_shape, param.structure, copies)
             mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient, update.live))
 
     def _orthogonalize(
@@ -404,14 +422,15 @@ class Muon(Optimizer):
         scratch: Scratch,
         updates: Mapping[DedicatedParam, Update],
     ) -> None:
-        """Momentum and Newton-Schulz of matrices of one shape, in one batch; what has to travel is put into
+        """Momentum and Newton-Schulz of parameters of one kind, in one batch; what has to travel is put into
         `updates`, the other weights are updated."""
-        first = matrices[0].momentum  # [rows, cols]
+        first = matrices[0].momentum
         batch = scratch.take(len(matrices) * first.numel(), first.dtype, first.device)
         batch = batch.view(len(matrices), *first.shape)
         for matrix, slot in zip(matrices, batch, strict=True):
             momentum_step(matrix.momentum, matrix.gradient, rule, live=matrix.live, out=slot)
-        result = orthogonalize(batch, settings, scratch) if batch.numel() else batch
+        structure = matrices[0].param.structure
+        result = orthogonalize_parts(batch, structure, rule.adjust_lr_fn, settings, scratch)
         for matrix, orthogonal in zip(matrices, result, strict=True):
             param = matrix.param
             if matrix.live is not None:
@@ -419,7 +438,8 @@ class Muon(Optimizer):
             if param in updates:  # a copy: the buffer serves the next batch, and each goes when it is sent
                 updates[param].orthogonal = orthogonal.to(updates[param].dtype, copy=True)
             else:
-                apply_update(param.resting_local, orthogonal, matrix.live, rule, param.full_shape)
+                scale = scale_of(structure, param.full_shape, rule.adjust_lr_fn)
+                apply_update(param.resting_local, orthogonal, matrix.live, rule, scale)
         scratch.give_back(batch, *(() if result is batch else (result,)))
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:
@@ -433,6 +453,13 @@ class Muon(Optimizer):
         momentum = state["momentum_buffer"]
         param.check_momentum(momentum)
         return momentum._local_tensor
+
+    def _stack_momentum(self, param: torch.Tensor) -> torch.Tensor:
+        """Of a stack: it lies as the parameter does."""
+        state = self.state[param]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(param, dtype=self.momentum_dtype)
+        return state["momentum_buffer"]
 
     def _step_adamw(self) -> None:
         """Phase 3: torch's AdamW on our groups and our state, which a load may have replaced."""

@@ -19,7 +19,7 @@ from numbers import Real
 from typing import Literal, get_args
 
 import torch
-from torch import Size, Tensor
+from torch import Tensor
 
 AdjustLR = Literal["original", "match_rms_adamw", "none"]
 
@@ -95,17 +95,16 @@ def momentum_step(
 
 
 def apply_update(
-    weight: Tensor, orthogonal: Tensor, live: Tensor | None, rule: UpdateRule, shape: Size
+    weight: Tensor, orthogonal: Tensor, live: Tensor | None, rule: UpdateRule, scale: float
 ) -> None:
     """Decay the weight and subtract the scaled orthogonal update, in place.
 
-    weight, orthogonal: a matrix, or corresponding pieces of it; the arithmetic is done in the weight's dtype.
+    weight, orthogonal: a parameter, or corresponding pieces; the arithmetic is done in the weight's dtype.
     live: as for `momentum_step`; where it is 0, so is `orthogonal`, and the weight stays as it is.
-    shape: of the whole matrix, [rows, cols], whatever the piece: it decides the scale.
+    scale: `shape_scale` of the whole matrix, whatever the piece.
 
     The result does not depend, not even in the last bit, on whether `live` is given.
     """
-    scale = shape_scale(shape[-2], shape[-1], rule.adjust_lr_fn)
     if rule.weight_decay:
         factor = 1 - rule.lr * rule.weight_decay
         if live is None:

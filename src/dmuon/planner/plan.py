@@ -14,6 +14,7 @@ from ..optim.distributed_gram import moves_fewer_bytes
 from ..optim.newton_schulz import operation_count
 from ..optim.products import matrices_at_once
 from ..ownership import Matrix, choose_owners, imbalance, loads_of, lower_bound, matrices_of
+from ..structure import PLAIN
 from . import memory, traffic
 from .cut import DEFAULT, Rule, chunks, cut_dim, is_replicated
 from .mesh import Mesh
@@ -96,8 +97,8 @@ class Plan:
     @cached_property
     def weighed(self) -> list[Matrix]:
         """As the assignment saw them."""
-        shapes = [(m.param.shape[0], m.param.shape[1]) for m in self.matrices]
-        return matrices_of(shapes, [m.param.block for m in self.matrices])
+        kinds = [PLAIN.matrices(m.param.shape) for m in self.matrices]
+        return matrices_of(kinds, [m.param.block for m in self.matrices])
 
     @property
     def balance(self) -> float:
@@ -287,11 +288,11 @@ def plan(model: Model, mesh: Mesh, options: Options | None = None) -> Plan:
     params = model.dedicated
     if not params:
         raise PlanError(f"{model.name} has no matrix in a repeated block; choose some with --include")
-    shapes = [(param.shape[0], param.shape[1]) for param in params]
+    kinds = [PLAIN.matrices(param.shape) for param in params]
     dims = [cut_dim(param, options.tp_plan) if mesh.tp > 1 else None for param in params]
     tp_groups = [tuple(range(mesh.tp)) if dim is not None else () for dim in dims]
     slots, positions = choose_owners(
-        matrices_of(shapes, [param.block for param in params]), mesh.slots, tp_groups
+        matrices_of(kinds, [param.block for param in params]), mesh.slots, tp_groups
     )
     shares = [
         _share(param, dim, position, mesh, options)
