@@ -1,17 +1,20 @@
-"""Stacks of experts and fused projections on every layout, against one process with a Linear for each matrix."""
+"""Stacks of experts and fused projections on every layout, against one process with separate matrices."""
 
 import copy
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 import dmuon
+from dmuon.engine.runtime import find_runtime
 from reference import ReferenceMuon
 
 WIDTH, HIDDEN = 6, 4
@@ -22,15 +25,18 @@ FUSED = dmuon.Structure(sizes=(6, 2, 2))  # grouped queries: 6 of queries, 2 of 
 class Experts(nn.Module):
     """Expert i takes the tokens that are i modulo their number; gate and up behind each other."""
 
+    gradients = (Replicate(),)  # of experts that are a DTensor: their ranks have the same tokens
+
     def __init__(self, count: int) -> None:
         super().__init__()
         self.gate_up = nn.Parameter(torch.randn(count, 2 * HIDDEN, WIDTH) / 2)
         self.down = nn.Parameter(torch.randn(count, WIDTH, HIDDEN) / 2)
 
     def forward(self, x: torch.Tensor, choice: torch.Tensor) -> torch.Tensor:
-        # Tensor parallelism of experts is done by hand in real models; here, their pieces are brought together.
+        # Real models exchange tokens; here, the experts' pieces are brought together.
         gate_up, down = (
-            w.full_tensor() if isinstance(w, DTensor) else w for w in (self.gate_up, self.down)
+            w.full_tensor(grad_placements=self.gradients) if isinstance(w, DTensor) else w
+            for w in (self.gate_up, self.down)
         )
         out = torch.zeros_like(x)
         for i in range(len(down)):
@@ -77,9 +83,7 @@ class SeparateBlock(Block):
     def __init__(self, block: Block) -> None:
         nn.Module.__init__(self)
         self.norm, self.out = copy.deepcopy(block.norm), copy.deepcopy(block.out)
-        self.q, self.k, self.v = (
-            nn.Parameter(w.clone()) for w in block.qkv.weight.detach().split((6, 2, 2))
-        )
+        self.q, self.k, self.v = (nn.Parameter(w.clone()) for w in block.qkv.weight.detach().split((6, 2, 2)))
         self.experts = SeparateExperts(block.experts)
 
     def projected(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -145,6 +149,23 @@ def distribute(model: Mixture, sizes: dict[str, int], **options) -> dmuon.Muon:
     return dmuon.Muon(model, **SETTINGS, **options)
 
 
+def distribute_experts(model: Mixture, mesh, **options) -> dmuon.Muon:
+    """As torchtitan: experts over `ep` and FSDP2's ranks, everything else over all ranks, one root mesh."""
+    for block in model.blocks:
+        place(block.experts, "gate_up", mesh["ep"], Shard(0))
+        place(block.experts, "down", mesh["ep"], Shard(0))
+        block.experts.gradients = (Partial(),)  # each rank has tokens of its own
+    dense = mesh["efsdp", "ep"]._flatten("dp")
+    dmuon.dedicate_params(model, dense, predicate=is_muons, structure=STRUCTURE)
+    for block in model.blocks:
+        fully_shard(block.experts, mesh=mesh["efsdp"])
+        block.experts.set_gradient_divide_factor(dense.size())
+        block.experts.set_force_sum_reduction_for_comms(True)  # gloo cannot divide while it sums
+        fully_shard(block, mesh=dense)
+    fully_shard(model, mesh=dense)
+    return dmuon.Muon(model, **SETTINGS, **options)
+
+
 def place(module: nn.Module, name: str, mesh, placement) -> None:
     param = distribute_tensor(getattr(module, name).detach(), mesh, [placement])
     setattr(module, name, nn.Parameter(param))
@@ -166,7 +187,9 @@ def assert_equal(model: Mixture, oracle: Mixture) -> dict[str, torch.Tensor]:
             mine = state[f"{block}.qkv.weight"].split((6, 2, 2))["qkv".index(part)]
         else:
             mine = state[name]
-        torch.testing.assert_close(mine, weight.detach(), rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            mine, weight.detach(), rtol=1e-5, atol=1e-5, msg=lambda m, n=name: f"{n}: {m}"
+        )
     return state
 
 
@@ -196,6 +219,7 @@ LAYOUTS = [
     pytest.param({"dp": 4}, id="dp4"),
     pytest.param({"replicate": 2, "shard": 2}, id="hsdp2x2"),
     pytest.param({"dp": 2, "tp": 2}, id="dp2-tp2"),
+    pytest.param({"efsdp": 2, "ep": 2}, id="efsdp2-ep2"),
     pytest.param({"ddp": 2}, id="ddp2"),
 ]
 
@@ -203,3 +227,129 @@ LAYOUTS = [
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_training_equals_one_process_with_separate_matrices(ranks, sizes):
     ranks(torch.Size(sizes.values()).numel(), train, sizes)
+
+
+def state_of(model: Mixture, optimizer: dmuon.Muon) -> dict:
+    return {
+        "model": dmuon.get_model_state_dict(model),
+        "optim": dmuon.get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def resume(saved_on: dict[str, int], loaded_on: dict[str, int], path: str, phase: str) -> None:
+    """Three steps, a checkpoint, two more on another layout: as five in one process."""
+    sizes = saved_on if phase == "save" else loaded_on
+    torch.manual_seed(0)
+    model = Mixture()
+    oracle = separate(model)
+    reference = ReferenceMuon(oracle, is_muons, **SETTINGS)
+    if phase == "load":
+        with torch.no_grad():
+            for p in model.parameters():
+                p.zero_()
+    optimizer = distribute(model, sizes)
+    every = range(3) if phase == "save" else range(5)
+    for step in every:
+        for r in range(2):
+            (loss_of(oracle, 100 * step + r) / 2).backward()
+        reference.step()
+        reference.zero_grad()
+    if phase == "load":
+        state = {
+            "model": dmuon.get_model_state_dict(model),
+            "optim": dmuon.get_optimizer_state_dict(model, optimizer),
+        }
+        dcp.load(state, checkpoint_id=path)
+        dmuon.set_model_state_dict(model, state["model"])
+        dmuon.set_optimizer_state_dict(model, optimizer, state["optim"])
+    for step in range(3) if phase == "save" else range(3, 5):
+        # Two batches, whatever the number of ranks.
+        (loss_of(model, 100 * step + dist.get_rank() % 2)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_equal(model, oracle)
+    if phase == "save":
+        state = {
+            "model": dmuon.get_model_state_dict(model),
+            "optim": dmuon.get_optimizer_state_dict(model, optimizer),
+        }
+        momentum = state["optim"]["state"]["blocks.0.experts.down"]["momentum_buffer"]
+        assert momentum.placements == state["model"]["blocks.0.experts.down"].placements
+        dcp.save(state, checkpoint_id=path)
+
+
+@pytest.mark.parametrize(
+    ("saved_on", "loaded_on"),
+    [
+        pytest.param({"dp": 2}, {"efsdp": 2, "ep": 2}, id="dp2-to-ep"),
+        pytest.param({"efsdp": 2, "ep": 2}, {"dp": 2}, id="ep-to-dp2"),
+        pytest.param(
+            {"replicate": 2, "shard": 2}, {"dp": 4}, id="hsdp-to-dp4", marks=pytest.mark.combination
+        ),
+    ],
+)
+def test_training_is_resumed_on_another_layout(ranks, tmp_path, saved_on, loaded_on):
+    for phase, sizes in (("save", saved_on), ("load", loaded_on)):
+        ranks(torch.Size(sizes.values()).numel(), resume, saved_on, loaded_on, str(tmp_path), phase)
+
+
+def step_alone(sizes: dict[str, int]) -> tuple[list[str], list[int], dict[str, int]]:
+    torch.manual_seed(0)
+    model = Mixture()
+    optimizer = distribute(model, sizes)
+    loss_of(model, dist.get_rank()).backward()
+    with CommDebugMode() as counted:
+        optimizer.step()
+    runtime = find_runtime(model)
+    experts = model.blocks[0].experts.down
+    return (
+        [stack.name for stack in runtime.stacks],
+        [param.owner_rank for param in runtime.params],
+        {"collectives": counted.get_total_counts(), "here": experts.to_local().shape[0]},
+    )
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"efsdp": 2, "ep": 2}], ids=["dp4", "efsdp2-ep2"])
+def test_a_step_issues_no_collective_and_dense_matrices_go_where_experts_do_not(ranks, sizes):
+    answers = ranks(4, step_alone, sizes)
+    names, owners, _ = answers[0]
+    assert names == [f"blocks.{i}.experts.{name}" for i in (0, 1) for name in ("gate_up", "down")]
+    assert all(counted["collectives"] == 0 for *_, counted in answers)
+    here = [counted["here"] for *_, counted in answers]
+    assert sum(here) == 5
+    if "dp" in sizes:  # five experts, two on each rank, then one, then none
+        assert here == [2, 2, 1, 0]
+        assert 3 in owners
+        assert set(owners) <= {2, 3}
+
+
+def cut_inside() -> None:
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = Mixture()
+    dmuon.dedicate_params(model, mesh, predicate=is_muons)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, shard_placement_fn=lambda p: Shard(1) if p.ndim == 3 else None)
+    fully_shard(model, mesh=mesh)
+    with pytest.raises(ValueError, match=r"blocks\.0\.experts\.gate_up holds 5 matrices, which fully_shard"):
+        dmuon.Muon(model)
+
+
+def test_a_stack_that_is_cut_inside_its_matrices_is_refused(ranks):
+    ranks(2, cut_inside)
+
+
+def no_expert_is_chosen_by_default_unless_its_class_says_so() -> str:
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    model = Mixture()
+    dmuon.dedicate_params(model, mesh)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    dmuon.Muon(model)
+    return dmuon.summary(model)
+
+
+def test_the_summary_says_what_parameters_hold(ranks):
+    text = ranks(1, no_expert_is_chosen_by_default_unless_its_class_says_so)[0]
+    assert "holds: blocks.*.experts.gate_up: 5 of 8x6 (2 parameters)" in text
+    assert [line for line in text.splitlines() if "experts.down" in line and "muon" in line]
