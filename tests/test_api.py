@@ -160,7 +160,7 @@ def vector(mesh: DeviceMesh) -> Attempt:
 
 
 def convolution(mesh: DeviceMesh) -> Attempt:
-    model = nn.Sequential(nn.Conv2d(2, 8, 3), nn.Flatten(), nn.Linear(8, 8))
+    model = nn.Sequential(nn.Conv2d(8, 8, 3, groups=8), nn.Flatten(), nn.Linear(8, 8))
     return lambda: dedicate(model, mesh, predicate=lambda name, param: name.endswith("weight"))
 
 
@@ -178,7 +178,7 @@ def complex_matrix(mesh: DeviceMesh) -> Attempt:
         (tied, ["embed.weight", "tied", "predicate"]),
         (two_layers_share_a_matrix, [Q_PROJ, "tied", "predicate"]),
         (vector, ["layers.0.norm1.weight", "(6,)", "matrices"]),
-        (convolution, ["0.weight", "(8, 2, 3, 3)", "matrices"]),
+        (convolution, ["0.weight", "depthwise convolution", "AdamW"]),
         (complex_matrix, ["weight", "complex64", "floating-point"]),
     ],
 )
