@@ -64,8 +64,8 @@ def check_membership(groups: Sequence[Mapping[str, Any]], runtime: Runtime, *, m
     may_lack: trainable parameters of Muon's may be in no group, as long as groups are being added.
 
     Raises:
-        RuntimeError: on all ranks, unless each trainable parameter of Muon's is there once, with its like, and
-            the same on all ranks.
+        RuntimeError: on all ranks, unless each trainable parameter of Muon's is there once, with its like,
+            and the same on all ranks.
     """
     wanted = {id(record.resting): (record.param_name, record.resting) for record in runtime.params}
     wanted |= {id(stack.param): (stack.name, stack.param) for stack in runtime.stacks}
