@@ -10,6 +10,7 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -350,3 +351,13 @@ def test_scripts_on_one_device_run(script: str, options: list[str], rows: list[s
         float(line.split("|")[-2]) for line in written.splitlines() if line.startswith(("| 16x", "| 8x"))
     ]
     assert all(error < 1e-4 for error in errors)
+
+
+def test_the_picture_is_that_of_the_results(tmp_path: Path) -> None:
+    """`python benchmarks/evidence.py --draw` is to be run when the results are new."""
+    picture = tmp_path / "evidence.svg"
+    command = [sys.executable, str(ROOT / "benchmarks" / "evidence.py"), "--draw", "--picture", str(picture)]
+    subprocess.run(command, check=True, capture_output=True, timeout=TIMEOUT)
+    drawn = picture.read_text(encoding="utf-8")
+    assert ElementTree.fromstring(drawn).tag.endswith("svg")
+    assert drawn == (ROOT / "docs" / "images" / "evidence.svg").read_text(encoding="utf-8")
