@@ -201,7 +201,8 @@ def main() -> None:
     args, extra = parser.parse_known_args()
     layouts = args.results / "layouts.json"
     if not args.draw:
-        layouts.write_text(json.dumps(measure(args.steps, extra), indent=1) + "\n")
+        lines = json.dumps(measure(args.steps, extra)).replace("], ", "],\n")  # a line a run
+        layouts.write_text(lines + "\n")
     result = json.loads((args.results / "step.json").read_text())
     args.picture.write_text(draw(json.loads(layouts.read_text()), result), encoding="utf-8")
 

@@ -3,6 +3,7 @@
 - README files of other folders, CONTRIBUTING.md, CHANGELOG.md and the measured results are pages too. Links
   to any file of the repository lead to its page, or to a copy of it.
 - Names of the package in `code` lead to the API reference.
+- Troubleshooting comes first in the search.
 """
 
 import posixpath
@@ -46,6 +47,8 @@ def add(files: Files, config: MkDocsConfig, path: str, inclusion: InclusionLevel
 
 def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Links as they have to be in the site, and links to the API reference."""
+    if page.file.src_uri == "troubleshooting.md":
+        page.meta["search"] = {"boost": 4}  # whoever searches for a message finds it first
     place = repository_path(page.file.src_uri)
     parts = FENCE.split(markdown)
     for number in range(0, len(parts), 2):  # outside of code blocks
