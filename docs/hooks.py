@@ -58,6 +58,14 @@ def on_page_markdown(markdown: str, *, page: Page, config: MkDocsConfig, files: 
     return "".join(parts)
 
 
+def on_page_content(html: str, *, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Public names in the docstrings as links within the reference."""
+    if page.file.src_uri != "api.md":
+        return html
+    names = "|".join(dmuon.__all__)
+    return re.sub(rf"<code>(?:dmuon\.)?({names})</code>", r'<a href="#dmuon.\1">\g<0></a>', html)
+
+
 def to_reference(name: re.Match[str]) -> Any:
     """`dmuon.name` as a link, if it is a public name."""
     return f"[{name[0]}][dmuon.{name[1]}]" if name[1] in dmuon.__all__ else name[0]
