@@ -81,7 +81,11 @@ dist.init_process_group("gloo")
 mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
 model = Model()
 """
+TP_MODEL = """
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+""" + MODEL.replace('(dist.get_world_size(),), mesh_dim_names=("dp",)', '(2, 2), mesh_dim_names=("dp", "tp")')
 GIVEN = {
+    "tp": TP_MODEL,
     "nothing": 'import torch.distributed as dist\ndist.init_process_group("gloo")\n',
     "model": MODEL,
     "trained": "import contextlib\n"
