@@ -23,6 +23,7 @@ from layouts import LAYOUTS, Model, build, distribute, is_proj, loss_of, make_me
 from models import (
     InnerProducts,
     Transformer,
+    agreed,
     assert_ranks_equal,
     assert_weights_close,
     backward_both,
@@ -40,14 +41,22 @@ DDP_TP = {"ddp": 2, "tp": 2}
 BOTH = [pytest.param(DDP, id="ddp4"), pytest.param(DDP_TP, id="ddp2-tp2")]
 
 
-def train_inside_torchs_ddp() -> None:
+def train_inside_torchs_ddp(order: str) -> None:
+    """order: the wrapper is built before the optimizer, which gets it or the model inside; or after it."""
     torch.manual_seed(1)
     model = Transformer()
     oracle, reference = with_oracle(model)
     mesh = make_mesh(DDP)
     dmuon.dedicate_params_ddp(model, mesh["dp"], predicate=is_proj)
+    if order == "after":
+        optimizer = dmuon.Muon(model)
+        with torch.no_grad():
+            token_loss(model, 0)
+        with pytest.raises(RuntimeError, match=r"embed\.weight is neither dedicated nor sharded"):
+            token_loss(model, 0)
     wrapped = DistributedDataParallel(model)
-    optimizer = dmuon.Muon(wrapped)
+    if order != "after":
+        optimizer = dmuon.Muon(wrapped if order == "before" else model)
     for step in range(3):
         token_loss(wrapped, 10 * step + dist.get_rank()).backward()
         mean_backward(oracle, token_loss, [10 * step + rank for rank in range(4)])
@@ -56,8 +65,31 @@ def train_inside_torchs_ddp() -> None:
     assert list(get_model_state_dict(wrapped)) == list(oracle.state_dict())
 
 
-def test_torchs_ddp_around_the_base_parameters(ranks):
-    ranks(4, train_inside_torchs_ddp)
+@pytest.mark.parametrize("order", ["before", "inside", "after"])
+def test_torchs_ddp_around_the_base_parameters(ranks, order):
+    ranks(4, train_inside_torchs_ddp, order)
+
+
+def wrong_wrappers(shape: tuple[int, ...]) -> list[str]:
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp",))
+    messages = []
+    for case in ("fully_shard", "replicate", "outer"):
+        model = Model()
+        dedicate = dmuon.dedicate_params if case == "fully_shard" else dmuon.dedicate_params_ddp
+        dedicate(model, mesh["dp"], predicate=is_proj)
+        if case == "replicate":
+            dmuon.replicate(model, mesh["dp"])
+        with pytest.raises(RuntimeError, match="DistributedDataParallel") as caught:
+            DistributedDataParallel(nn.Sequential(model) if case == "outer" else model)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_torchs_ddp_around_what_it_must_not_be_around(ranks):
+    fully_sharded, replicated, outer = agreed(ranks, (2,), wrong_wrappers)
+    assert "layers.0.mix_proj.weight is dedicated by dmuon.dedicate_params" in fully_sharded
+    assert "dmuon.replicate averages" in replicated
+    assert "layers.0.mix_proj.weight is a dedicated parameter, and cannot be put" in outer
 
 
 # What is kept where

@@ -15,6 +15,7 @@ from .api import (
     replicate,
     replicate_tp,
 )
+from .checkpoint.sharded import as_sharded
 from .checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -35,6 +36,7 @@ __all__ = [
     "GradScaler",
     "Muon",
     "Structure",
+    "as_sharded",
     "clip_grad_norm_",
     "dedicate_params",
     "dedicate_params_ddp",

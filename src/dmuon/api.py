@@ -21,7 +21,7 @@ from .checkpoint.hooks import install_model_hooks
 from .engine import fsdp
 from .engine.buffer import Precision
 from .engine.collectives import ProcessGroups
-from .engine.ddp import FirstRankWins, hide_from_ddp, shard_over_rows_of_one
+from .engine.ddp import FirstRankWins, hide_from_ddp, refuse_ddp, shard_over_rows_of_one
 from .engine.layout import DataParallelLayout, ranks_by_group, root_mesh
 from .engine.parameter import DedicatedParam, record_of
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
@@ -281,6 +281,12 @@ def _dedicate(
     install_model_hooks(params)
     if layout.is_ddp:
         hide_from_ddp(model, [candidate.path for candidate in chosen])
+    else:
+        refuse_ddp(
+            model,
+            f"{params[0].param_name} is dedicated by dmuon.dedicate_params, which goes with fully_shard and "
+            "not with DistributedDataParallel. For that, call dmuon.dedicate_params_ddp in its place.",
+        )
     return params
 
 
@@ -313,6 +319,11 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, cut_goes_to: str | None) -> N
         if cut_goes_to is not None and TensorParallel.of(param).size > 1:
             raise ValueError(f"{name} is cut by tensor parallelism: call {cut_goes_to} instead")
     shard_over_rows_of_one(runtime.model, layout)
+    refuse_ddp(
+        runtime.model,
+        "dmuon.replicate averages the gradients of base parameters already: DistributedDataParallel around "
+        f"the model ({runtime.params[0].param_name}, ...) would find none. Leave out one of the two.",
+    )
     dedicated = {id(param.resting) for param in runtime.params}
     runtime.on_seal.append(FirstRankWins(runtime.model, dedicated, layout))
 

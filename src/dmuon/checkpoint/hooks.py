@@ -13,10 +13,8 @@ and settings, with the same meaning. So a state can go from them to dmuon and ba
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Iterator, Mapping
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -68,7 +66,7 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
     def save(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
         for param in params:
             if prefix + param.attribute in state_dict:
-                state_dict[prefix + param.attribute] = _stock_weight(param)
+                state_dict[prefix + param.attribute] = stock_weight(param)
 
     def load(
         module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *rest: Any
@@ -98,7 +96,8 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
     module.register_load_state_dict_pre_hook(load)
 
 
-def _stock_weight(param: DedicatedParam) -> torch.Tensor:
+def stock_weight(param: DedicatedParam) -> torch.Tensor:
+    """What a state dict shows of a weight: a new tensor; collective."""
     if param.resting.is_meta:
         return _as_stock(torch.empty(param.piece_shape, dtype=param.resting.dtype, device="meta"), param)
     return _as_stock(param.piece(), param)
@@ -116,29 +115,6 @@ def load_weight(param: DedicatedParam, value: torch.Tensor) -> None:
         param.settle()  # all ranks do: a publish may need them
     param.mark_updated()
     param.published = param.version  # every replica has taken it over by itself
-
-
-@contextlib.contextmanager
-def evenly_sharded(params: list[DedicatedParam]) -> Iterator[None]:
-    """Let modules show copies in the state dict's layout until something is loaded into them, for code that
-    writes to the parameters it finds; collective over all ranks. It takes the memory of this rank's share.
-    """
-    try:
-        for param in params:
-            stand_in = _stock_weight(param) if _torch_can_cut(param) else param.full_tensor().detach()
-            param.module._parameters[param.attribute] = nn.Parameter(stand_in, param.resting.requires_grad)
-        yield
-    finally:
-        for param in params:
-            param.show_resting()
-
-
-def _torch_can_cut(param: DedicatedParam) -> bool:
-    """Whether torch finds the right rows: not where two mesh dims cut them and do not divide them."""
-    if param.tp is None or param.resting.is_meta:
-        return True
-    cuts = [param.tp.mesh.shape[dim] for dim in param.tp.cutting if param.tp.placements[dim].is_shard(0)]
-    return not cuts or param.full_shape[0] % (prod(cuts) * param.layout.shard_size) == 0
 
 
 # The optimizer

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 
 from ..engine.runtime import find_runtime, has_runtime
 from ..selection import clean_name
-from .hooks import OURS, evenly_sharded, settings_to_save
+from .hooks import OURS, settings_to_save
+from .sharded import evenly_sharded
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions

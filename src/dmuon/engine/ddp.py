@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -62,12 +63,65 @@ def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> None:
     model.__dict__[_IGNORED] = [*getattr(model, _IGNORED, ()), *names]
 
 
+def refuse_ddp(model: nn.Module, reason: str) -> None:
+    """Raise when `DistributedDataParallel(model)` is built, on every rank."""
+    model.__dict__[_IGNORED] = _Refusal(reason)
+
+
+class _Refusal:
+    """In place of the names that `DistributedDataParallel` is to ignore: it reads them first of all."""
+
+    def __init__(self, reason: str) -> None:
+        self._reason = reason
+
+    def __iter__(self) -> Iterator[str]:
+        raise RuntimeError(self._reason)
+
+
 def ddp_around(model: nn.Module, inner: nn.Module) -> DistributedDataParallel | None:
     """The DistributedDataParallel in `model` whose module is `inner`."""
     wrappers = (m for m in model.modules() if isinstance(m, DistributedDataParallel))
     return next((wrapper for wrapper in wrappers if wrapper.module is inner), None)
 
 
-def ddp_ranks(wrapper: DistributedDataParallel) -> list[int]:
-    """The global ranks over which a DistributedDataParallel averages."""
-    return dist.get_process_group_ranks(wrapper.process_group)
+class Averaging:
+    """Who averages base gradients: asked in every forward, since a wrapper may come after the optimizer.
+
+    Attributes:
+        needs_ddp: what to say if no DistributedDataParallel is around; None if something else averages.
+    """
+
+    def __init__(self, model: nn.Module, layout: DataParallelLayout) -> None:
+        self.needs_ddp: str | None = None
+        self._model = model
+        self._layout = layout
+        self._known: Callable[[], DistributedDataParallel | None] = lambda: None  # has been checked
+
+    def check_forward(self) -> None:
+        """In a forward of the model, whose base parameters will get gradients.
+
+        Raises:
+            RuntimeError: on all ranks, where torch's DDP is missing.
+            ValueError: as `check_wrapper`.
+        """
+        active = DistributedDataParallel._get_active_ddp_module()
+        if active is not None and self._model not in active.modules():
+            active = None
+        if active is not None and self._known() is not active:
+            self.check_wrapper(active)
+            self.needs_ddp = None
+            self._known = weakref.ref(active)
+        if self.needs_ddp is not None:
+            raise RuntimeError(self.needs_ddp)
+
+    def check_wrapper(self, wrapper: DistributedDataParallel) -> None:
+        """
+        Raises:
+            ValueError: for a DistributedDataParallel over other ranks.
+        """
+        ranks = dist.get_process_group_ranks(wrapper.process_group)
+        if ranks != list(self._layout.column):
+            raise ValueError(
+                f"DistributedDataParallel averages over the ranks {ranks}, the dedicated parameters over "
+                f"{list(self._layout.column)}; give it process_group=mesh.get_group()"
+            )

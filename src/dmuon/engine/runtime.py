@@ -33,6 +33,7 @@ from . import fsdp
 from .boundaries import Presence, check_sharding, homes, hook_boundaries
 from .buffer import Gradient, Precision, Updates
 from .collectives import Communication, ProcessGroups, Traffic
+from .ddp import Averaging
 from .group import Group
 from .hooks import tensors_in, untraced
 from .layout import DataParallelLayout
@@ -86,6 +87,7 @@ class Runtime:
         self.orthogonalization: str | None = None  # how the optimizer does it, in words
         self.no_sync_depth = 0  # how many `no_sync` are around
         self.communication: Communication | None = None
+        self.averaging = Averaging(model, layout)
         self._presence = Presence(model, params)
         self._by_resting = {id(param.resting): param for param in params}
         self._enclosed_by: dict[Group, nn.Module | None] = {}  # the module of FSDP2 around it
@@ -229,6 +231,8 @@ class Runtime:
         self.seal()
         if self._in_backward:
             return
+        if torch.is_grad_enabled():
+            self.averaging.check_forward()
         self._end_of_order()
         self._forward += 1
         if any(param.in_pieces for param in self.params):

@@ -15,7 +15,7 @@ from torch.optim import AdamW
 
 from ..engine import fsdp
 from ..engine.agreement import gather_objects, ranks_of
-from ..engine.ddp import ddp_around, ddp_ranks
+from ..engine.ddp import ddp_around
 from ..engine.runtime import Runtime
 from ..selection import clean_name
 from .newton_schulz import resolve_coefficients
@@ -135,31 +135,28 @@ def check_dtype(name: str, dtype: object) -> torch.dtype:
 def check_averaged(model: nn.Module, runtime: Runtime) -> None:
     """Refuse base parameters whose gradients nobody averages: ranks would drift apart in silence.
 
+    Under DDP a DistributedDataParallel may still come around the model; then the first forward refuses.
+
     model: as the optimizer was given it, with a wrapper around it if there is one.
 
     Raises:
-        ValueError: with the parameter's name, or the ranks that do not agree.
+        ValueError: with the parameter's name; for a DistributedDataParallel over other ranks.
     """
     layout = runtime.layout
     if layout.size == 1:
         return
+    cure = (
+        "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before dmuon.Muon, or "
+        "freeze the parameter."
+    )
     if layout.is_ddp:
         wrapper = ddp_around(model, runtime.model)
-        if wrapper is not None and ddp_ranks(wrapper) != list(layout.column):
-            raise ValueError(
-                f"DistributedDataParallel averages over the ranks {ddp_ranks(wrapper)}, the dedicated "
-                f"parameters over {list(layout.column)}; give it process_group=mesh.get_group()"
-            )
         if wrapper is not None:
+            runtime.averaging.check_wrapper(wrapper)
             return
         cure = (
             "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
-            "or wrap the model in DistributedDataParallel and give dmuon.Muon the wrapped model."
-        )
-    else:
-        cure = (
-            "Wrap the model with fully_shard(model, mesh=...) after dedicate_params and before "
-            "dmuon.Muon, or freeze the parameter."
+            "or train the model inside torch's DistributedDataParallel."
         )
     averaged = fsdp.managed_parameters(model)
     for name, param in model.named_parameters():
@@ -167,10 +164,20 @@ def check_averaged(model: nn.Module, runtime: Runtime) -> None:
             continue
         if isinstance(param, DTensor) and _has_dims_of(param.device_mesh, layout.mesh):
             continue
-        raise ValueError(
+        problem = (
             f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
             f"{layout.size} data-parallel ranks. {cure}"
         )
+        if not layout.is_ddp or any(_is_cut(p, runtime) for p in model.parameters()):
+            raise ValueError(problem)  # torch's DDP does not go with tensor parallelism
+        runtime.averaging.needs_ddp = problem
+        return
+
+
+def _is_cut(param: torch.Tensor, runtime: Runtime) -> bool:
+    """Whether tensor parallelism has made a DTensor of a parameter under DDP."""
+    record = runtime.record_of(param)
+    return isinstance(param, DTensor) if record is None else record.tp is not None
 
 
 def _has_dims_of(mesh: DeviceMesh, other: DeviceMesh) -> bool:
