@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
+from functools import partial
+from typing import Literal, NoReturn, get_args
 
 import torch
 import torch.distributed as dist
@@ -282,11 +283,7 @@ def _dedicate(
     if layout.is_ddp:
         hide_from_ddp(model, [candidate.path for candidate in chosen])
     else:
-        refuse_ddp(
-            model,
-            f"{params[0].param_name} is dedicated by dmuon.dedicate_params, which goes with fully_shard and "
-            "not with DistributedDataParallel. For that, call dmuon.dedicate_params_ddp in its place.",
-        )
+        refuse_ddp(model, partial(_refuse_ddp, params[0].param_name))
     return params
 
 
@@ -319,13 +316,23 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, cut_goes_to: str | None) -> N
         if cut_goes_to is not None and TensorParallel.of(param).size > 1:
             raise ValueError(f"{name} is cut by tensor parallelism: call {cut_goes_to} instead")
     shard_over_rows_of_one(runtime.model, layout)
-    refuse_ddp(
-        runtime.model,
-        "dmuon.replicate averages the gradients of base parameters already: DistributedDataParallel around "
-        f"the model ({runtime.params[0].param_name}, ...) would find none. Leave out one of the two.",
-    )
+    refuse_ddp(runtime.model, _refuse_second_average)
     dedicated = {id(param.resting) for param in runtime.params}
     runtime.on_seal.append(FirstRankWins(runtime.model, dedicated, layout))
+
+
+def _refuse_ddp(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name} is dedicated by dmuon.dedicate_params, which goes with fully_shard and not with "
+        "DistributedDataParallel. For that, call dmuon.dedicate_params_ddp in its place."
+    )
+
+
+def _refuse_second_average() -> NoReturn:
+    raise RuntimeError(
+        "dmuon.replicate averages the gradients of base parameters already: DistributedDataParallel around the "
+        "model would find none. Leave out one of the two."
+    )
 
 
 def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -63,19 +64,19 @@ def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> None:
     model.__dict__[_IGNORED] = [*getattr(model, _IGNORED, ()), *names]
 
 
-def refuse_ddp(model: nn.Module, reason: str) -> None:
-    """Raise when `DistributedDataParallel(model)` is built, on every rank."""
-    model.__dict__[_IGNORED] = _Refusal(reason)
+def refuse_ddp(model: nn.Module, refuse: Callable[[], NoReturn]) -> None:
+    """Call a function that raises when `DistributedDataParallel(model)` is built, on every rank."""
+    model.__dict__[_IGNORED] = _Refusal(refuse)
 
 
 class _Refusal:
     """In place of the names that `DistributedDataParallel` is to ignore: it reads them first of all."""
 
-    def __init__(self, reason: str) -> None:
-        self._reason = reason
+    def __init__(self, refuse: Callable[[], NoReturn]) -> None:
+        self._refuse = refuse
 
     def __iter__(self) -> Iterator[str]:
-        raise RuntimeError(self._reason)
+        self._refuse()
 
 
 def ddp_around(model: nn.Module, inner: nn.Module) -> DistributedDataParallel | None:
@@ -88,7 +89,7 @@ class Averaging:
     """Who averages base gradients: asked in every forward, since a wrapper may come after the optimizer.
 
     Attributes:
-        needs_ddp: what to say if no DistributedDataParallel is around; None if something else averages.
+        needs_ddp: a base parameter whose gradient nobody averages if no DistributedDataParallel is around.
     """
 
     def __init__(self, model: nn.Module, layout: DataParallelLayout) -> None:
@@ -112,7 +113,11 @@ class Averaging:
             self.needs_ddp = None
             self._known = weakref.ref(active)
         if self.needs_ddp is not None:
-            raise RuntimeError(self.needs_ddp)
+            raise RuntimeError(
+                f"{self.needs_ddp} is neither dedicated nor sharded, so nothing would average its gradient over "
+                f"the {self._layout.size} data-parallel ranks. Train the model inside torch's "
+                "DistributedDataParallel, or call dmuon.replicate(model, mesh) before dmuon.Muon."
+            )
 
     def check_wrapper(self, wrapper: DistributedDataParallel) -> None:
         """

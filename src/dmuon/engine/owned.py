@@ -50,12 +50,6 @@ class OwnedTensor(DTensor):
         owned = [value for value in flat if isinstance(value, OwnedTensor)]
         name = func._schema.name.removeprefix("aten::")
         in_place = name.endswith("_")
-        if name == "cat" and any(type(value) is torch.Tensor for value in flat):
-            raise RuntimeError(
-                f"{_param_of(owned[0]).param_name} is a dedicated parameter, and cannot be put into one "
-                "tensor with others. If DistributedDataParallel is being built, it is around another module than "
-                "dmuon.dedicate_params_ddp was given: give that the very module that will be wrapped."
-            )
         if not name.startswith(("_foreach", "_amp_foreach")):
             _fit(flat, owned, name, in_place)
         args, kwargs = tree_unflatten(flat, spec)

@@ -156,7 +156,7 @@ def check_averaged(model: nn.Module, runtime: Runtime) -> None:
             return
         cure = (
             "Call dmuon.replicate(model, mesh), or replicate_tp, after dedicating and before dmuon.Muon; "
-            "or train the model inside torch's DistributedDataParallel."
+            "torch's DistributedDataParallel does not go with tensor parallelism."
         )
     averaged = fsdp.managed_parameters(model)
     for name, param in model.named_parameters():
@@ -164,14 +164,13 @@ def check_averaged(model: nn.Module, runtime: Runtime) -> None:
             continue
         if isinstance(param, DTensor) and _has_dims_of(param.device_mesh, layout.mesh):
             continue
-        problem = (
+        if layout.is_ddp and not any(_is_cut(p, runtime) for p in model.parameters()):
+            runtime.averaging.needs_ddp = name
+            return
+        raise ValueError(
             f"{name} is neither dedicated nor sharded, so nothing would average its gradient over the "
             f"{layout.size} data-parallel ranks. {cure}"
         )
-        if not layout.is_ddp or any(_is_cut(p, runtime) for p in model.parameters()):
-            raise ValueError(problem)  # torch's DDP does not go with tensor parallelism
-        runtime.averaging.needs_ddp = problem
-        return
 
 
 def _is_cut(param: torch.Tensor, runtime: Runtime) -> bool:
