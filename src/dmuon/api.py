@@ -330,8 +330,8 @@ def _refuse_ddp(name: str) -> NoReturn:
 
 def _refuse_second_average() -> NoReturn:
     raise RuntimeError(
-        "dmuon.replicate averages the gradients of base parameters already: DistributedDataParallel around the "
-        "model would find none. Leave out one of the two."
+        "dmuon.replicate averages the gradients of base parameters already: DistributedDataParallel around "
+        "the model would find none. Leave out one of the two."
     )
 
 

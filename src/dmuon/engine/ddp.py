@@ -114,8 +114,8 @@ class Averaging:
             self._known = weakref.ref(active)
         if self.needs_ddp is not None:
             raise RuntimeError(
-                f"{self.needs_ddp} is neither dedicated nor sharded, so nothing would average its gradient over "
-                f"the {self._layout.size} data-parallel ranks. Train the model inside torch's "
+                f"{self.needs_ddp} is neither dedicated nor sharded, so nothing would average its gradient "
+                f"over the {self._layout.size} data-parallel ranks. Train the model inside torch's "
                 "DistributedDataParallel, or call dmuon.replicate(model, mesh) before dmuon.Muon."
             )
 
