@@ -245,6 +245,24 @@ def test_ranks_that_do_not_agree_on_process_groups_find_out(ranks, sizes):
     ranks(4, one_wants_another_number, sizes, timeout=20)
 
 
+def one_chooses_otherwise(sizes: Sizes) -> None:
+    """Rank 1 leaves a matrix out, which on a tensor-parallel mesh is of another cut than any other."""
+    odd = dist.get_rank() == 1
+
+    def choose(name: str, param: torch.nn.Parameter) -> bool:
+        return "proj.weight" in name and not (odd and "layers.1.down_proj" in name)
+
+    with pytest.raises(
+        RuntimeError, match=r"not chosen the same parameters: layers\.1\.down_proj\.weight is ded"
+    ):
+        build(Model(), sizes, predicate=choose)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"ddp": 2}], ids=str)
+def test_ranks_that_choose_other_parameters_find_out(ranks, sizes):
+    ranks(torch.Size(sizes.values()).numel(), one_chooses_otherwise, sizes, timeout=20)
+
+
 def some_have_more() -> None:
     """torch names a process group by how many there are already on a rank."""
     dist.new_group([0, 1])

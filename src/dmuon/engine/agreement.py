@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from .parameter import DedicatedParam
+from .stack import Stack
 
 T = TypeVar("T")
 
@@ -18,11 +22,12 @@ def ranks_of(params: Iterable[DedicatedParam]) -> DeviceMesh:
     return max((param.mesh for param in params), key=lambda mesh: mesh.ndim)
 
 
-def gather_objects(mesh: DeviceMesh, value: T) -> list[T]:
-    """What each rank of a mesh gives, in the same order on all; collective over them. Anything that can be
-    pickled, and small."""
+def gather_objects(mesh: DeviceMesh | Sequence[DeviceMesh], value: T) -> list[T]:
+    """What each rank of a mesh (or of several, one after the other) gives; collective over them. Anything
+    that can be pickled, and small."""
     values = [value]
-    for group in mesh.get_all_groups():
+    meshes = [mesh] if isinstance(mesh, DeviceMesh) else mesh
+    for group in (each.get_group(dim) for each in meshes for dim in range(each.ndim) if each.size(dim) > 1):
         parts: list[list[T]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(parts, values, group=group)
         values = [each for part in parts for each in part]
@@ -36,3 +41,28 @@ def raise_together(mesh: DeviceMesh, error: Exception | None) -> None:
     """
     if (first := next(filter(None, gather_objects(mesh, error)), None)) is not None:
         raise first
+
+
+def check_alike(model: nn.Module, params: Sequence[DedicatedParam], stacks: Sequence[Stack]) -> None:
+    """Make sure that all ranks have chosen the same parameters, before the first collective about them.
+
+    Asked over the meshes of all the model's DTensors, which do not depend on the choice.
+
+    Raises:
+        RuntimeError: on all ranks, with a parameter that only some have chosen, or have otherwise.
+    """
+    meshes = [params[0].layout.mesh]
+    meshes += [p.device_mesh for p in model.parameters() if isinstance(p, DTensor)]
+    meshes = list(dict.fromkeys(meshes))
+    mine = {p.param_name: f"{tuple(p.full_shape)} {p.owner} {p.tp_owner} {p.structure}" for p in params}
+    mine |= {stack.name: f"{stack.structure}" for stack in stacks}
+    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
+    if len(set(gather_objects(meshes, digest))) == 1:
+        return
+    answers = gather_objects(meshes, mine)
+    differing = (n for n in sorted(set().union(*answers)) if len({answer.get(n) for answer in answers}) > 1)
+    name = next(differing, "their order")
+    raise RuntimeError(
+        f"the ranks have not chosen the same parameters: {name} is dedicated on some of them only, or has "
+        "another shape or owner there. Give dedicate_params the same model, mesh and predicate on all ranks."
+    )

@@ -30,6 +30,7 @@ from torch.autograd import Variable
 from ..scratch import Scratch
 from ..selection import enclosing
 from . import fsdp
+from .agreement import check_alike
 from .boundaries import Presence, check_sharding, homes, hook_boundaries
 from .buffer import Gradient, Precision, Updates
 from .collectives import Communication, ProcessGroups, Traffic
@@ -144,6 +145,7 @@ class Runtime:
         for module in {param.module for param in self.params}:
             fsdp.unhide(module)
         self.check()
+        check_alike(self.model, self.params, self.stacks)
         cuts = list({id(param.tp): param.tp for param in self.params if param.tp is not None}.values())
         self.communication = Communication(self.layout, cuts, self.options.process_groups)
         boundaries = hook_boundaries(self.model, self.options.hook_boundary)
