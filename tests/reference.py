@@ -36,6 +36,7 @@ class ReferenceMuon:
         scale: str = "original",
         ns_steps: int = 5,
         coefficients: tuple = QUINTIC,
+        cautious: bool = False,
         adamw_lr: float = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_weight_decay: float = 0.0,
@@ -50,7 +51,7 @@ class ReferenceMuon:
         )
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.nesterov, self.scale = nesterov, scale
-        self.ns_steps, self.coefficients = ns_steps, coefficients
+        self.ns_steps, self.coefficients, self.cautious = ns_steps, coefficients, cautious
         self.buffers: dict[nn.Parameter, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -65,10 +66,12 @@ class ReferenceMuon:
             factor = {
                 "original": max(1, rows / cols) ** 0.5,
                 "match_rms_adamw": 0.2 * max(rows, cols) ** 0.5,
+                "spectral": (rows / cols) ** 0.5,
                 "none": 1.0,
             }[self.scale]
-            p.mul_(1 - self.lr * self.weight_decay)
-            p.sub_(orthogonalize(update, self.ns_steps, self.coefficients), alpha=self.lr * factor)
+            orthogonal = orthogonalize(update, self.ns_steps, self.coefficients)
+            decayed = p * (orthogonal * p >= 0) if self.cautious else p
+            p.copy_(p - self.lr * self.weight_decay * decayed - self.lr * factor * orthogonal)
         if self.adamw is not None:
             self.adamw.step()
 

@@ -170,6 +170,12 @@ SETTINGS = [
             {"weight_decay": 0.5, "adjust_lr_fn": "match_rms_adamw"},
             {"weight_decay": 0.5, "scale": "match_rms_adamw"},
         ),
+        ("spectral_scale", {"adjust_lr_fn": "spectral"}, {"scale": "spectral"}),
+        (
+            "cautious_decay",
+            {"weight_decay": 0.5, "cautious_weight_decay": True},
+            {"weight_decay": 0.5, "cautious": True},
+        ),
         ("maximize", {"maximize": True, "weight_decay": 0.5}, {"maximize": True, "weight_decay": 0.5}),
         ("no_learning_rate", {"lr": 0.0, "weight_decay": 0.5}, {"lr": 0.0, "weight_decay": 0.5}),
         ("one_iteration", {"ns_steps": 1}, {"ns_steps": 1}),

@@ -163,7 +163,7 @@ def _without_partial_sums(param: torch.Tensor) -> _Gradient:
     return _Gradient(gradient.to_local(), mesh, first)
 
 
-def _groups(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
+def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:
     """The groups that, one after the other, make a sum over all ranks of a mesh."""
     if mesh is None:
         return ()
@@ -192,7 +192,7 @@ def _global_norm(gradients: list[_Gradient], p: float) -> torch.Tensor:
     for gradient in gradients:
         share = by_mesh.get(gradient.mesh)
         if share is None:
-            groups = _groups(gradient.mesh)
+            groups = groups_of(gradient.mesh)
             # A mesh is known by its ranks: libraries make several meshes of the same ones.
             key = tuple(tuple(dist.get_process_group_ranks(group)) for group in groups)
             where = device if gradient.mesh is None else torch.device(gradient.mesh.device_type)

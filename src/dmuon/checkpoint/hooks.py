@@ -43,7 +43,10 @@ _REQUIRED = {
     "muon": {"lr", "weight_decay", "momentum", "nesterov", "ns_steps", "ns_coefficients", "adjust_lr_fn"},
     "adamw": {"lr", "weight_decay", "betas", "eps"},
 }
-OURS = {"muon": {"algorithm", "maximize", "ns_dtype", "ns_algorithm"}, "adamw": {"algorithm"}}
+OURS = {
+    "muon": {"algorithm", "maximize", "ns_dtype", "ns_algorithm", "cautious_weight_decay"},
+    "adamw": {"algorithm"},
+}
 _BESIDES = {"maximize", "initial_lr", "name", "param_names"}
 # Those that only torch has: with one meaning that we share, or a choice of kernel, which is ours to make.
 _FIXED: dict[str, dict[str, Any]] = {

@@ -150,8 +150,8 @@ def to_torch_state_dict(optimizer_state_dict: Mapping[str, Any]) -> StateDict:
         dmuon computes the update.
 
     Raises:
-        ValueError: for settings that `torch.optim.Muon` cannot follow: `maximize`, and Newton-Schulz
-            coefficients that differ from step to step.
+        ValueError: for settings that `torch.optim.Muon` cannot follow: `maximize`, `cautious_weight_decay`,
+            the spectral scale, and Newton-Schulz coefficients that differ from step to step.
     """
     groups = []
     for group in optimizer_state_dict["param_groups"]:
@@ -159,6 +159,8 @@ def to_torch_state_dict(optimizer_state_dict: Mapping[str, Any]) -> StateDict:
         coefficients = group.get("ns_coefficients", (0.0,))
         if algorithm == "muon" and group["maximize"]:
             raise ValueError("torch.optim.Muon cannot maximize")
+        if algorithm == "muon" and (group["cautious_weight_decay"] or group["adjust_lr_fn"] == "spectral"):
+            raise ValueError("torch.optim.Muon knows no cautious_weight_decay and no spectral scale")
         if isinstance(coefficients, str) or not isinstance(coefficients[0], float):
             raise ValueError(
                 f"torch.optim.Muon takes the same three ns_coefficients for every step, not {coefficients!r}"

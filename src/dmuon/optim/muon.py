@@ -33,6 +33,7 @@ from .groups import (
     check_muon,
     find_parameters,
 )
+from .metrics import measure
 from .newton_schulz import Coefficients, Settings, resolve_coefficients
 from .parts import orthogonalize_parts, params_at_once, scale_of, update_stack
 from .products import Backend, backend_name, check_available, check_backend
@@ -91,7 +92,8 @@ class Muon(Optimizer):
         ns_coefficients: "quintic", "polar_express", "you", a triple, or a sequence of triples.
         ns_dtype: dtype of Newton-Schulz; by default float32 on CPU and bfloat16 on CUDA.
         adjust_lr_fn: "original" scales the update by sqrt(max(1, rows / cols)), "match_rms_adamw" by
-            0.2 sqrt(max(rows, cols)), "none" not at all; of the whole matrix.
+            0.2 sqrt(max(rows, cols)), "spectral" by sqrt(rows / cols), "none" not at all; of the whole
+            matrix.
         adamw_lr: learning rate of AdamW.
         adamw_betas: of AdamW.
         adamw_eps: of AdamW.
@@ -105,6 +107,8 @@ class Muon(Optimizer):
             sees to it. The training is the same either way. Code that reads or writes weights itself right
             after a step, such as an average of weights, must call `synchronize` first.
         maximize: ascend instead of descend.
+        cautious_weight_decay: decay an element of a dedicated matrix only where the update brings it nearer
+            to zero, too (arXiv:2510.12402).
         ns_algorithm: "direct", "gram", or "auto" by operation count.
         momentum_dtype: dtype of the momentum buffers.
         tp_distributed_gram: leave the gradient and the momentum of a matrix that tensor parallelism cuts by
@@ -145,6 +149,7 @@ class Muon(Optimizer):
         replicate_async: bool = True,
         maximize: bool = False,
         *,
+        cautious_weight_decay: bool = False,
         ns_algorithm: str = "auto",
         momentum_dtype: torch.dtype = torch.float32,
         tp_distributed_gram: bool = False,
@@ -177,6 +182,7 @@ class Muon(Optimizer):
             "ns_algorithm": ns_algorithm,
             "adjust_lr_fn": adjust_lr_fn,
             "maximize": maximize,
+            "cautious_weight_decay": cautious_weight_decay,
         }
         self._adamw_defaults = {
             "lr": adamw_lr,
@@ -342,6 +348,31 @@ class Muon(Optimizer):
         self._consolidated = None
         state = whole_state(self.state_dict()["state"], keep=dist.get_rank() == to)
         self._consolidated = (to, state)
+
+    @torch.no_grad()
+    def metrics(self, groups: Mapping[str, str] | None = None) -> dict[str, float]:
+        """What the last step did to each parameter of Muon's; between `step` and `zero_grad`, on all ranks.
+
+        Computed where the matrices lie: it repeats the step's Newton-Schulz, and takes one small collective
+        for each dim of the mesh. Nothing is computed or kept unless it is called.
+
+        Args:
+            groups: `{"attention": "*.attn.*", ...}`: one entry for all parameters whose names match a
+                pattern, instead of one for each parameter.
+
+        Returns:
+            `{"gradient_norm/<name>": ..., ...}`, for TensorBoard and the like: `gradient_norm` and
+            `momentum_norm`, Frobenius; `update_rms`, of what the learning rate multiplies; `weight_rms`;
+            `orthogonality_residual`, ||O O^T - I||_F / sqrt(m) of the orthogonalized matrix O, whose shorter
+            side is m (over several matrices, the root of the mean square); `idle_share`, of matrices whose
+            gradient is zero, such as experts without tokens.
+
+        Raises:
+            RuntimeError: if there is no gradient (any more); on all ranks.
+            ValueError: for a pattern that no parameter has.
+        """
+        self._runtime.synchronize()
+        return measure(self, groups)
 
     def _owners_update(self) -> dict[DedicatedParam, Update]:
         """Phase 1. Returns what is to be published; the same parameters on all ranks."""

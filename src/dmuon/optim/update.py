@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-AdjustLR = Literal["original", "match_rms_adamw", "none"]
+AdjustLR = Literal["original", "match_rms_adamw", "spectral", "none"]
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ class UpdateRule:
         nesterov: look ahead by one momentum step.
         adjust_lr_fn: how the update is scaled by its shape, see `shape_scale`.
         maximize: ascend instead of descend.
+        cautious: decay an element only where the update brings it nearer to zero, too (arXiv:2510.12402).
     """
 
     lr: float
@@ -43,18 +44,21 @@ class UpdateRule:
     nesterov: bool
     adjust_lr_fn: AdjustLR
     maximize: bool = False
+    cautious: bool = False
 
 
 def shape_scale(rows: int, cols: int, adjust_lr_fn: AdjustLR) -> float:
     """Factor on the learning rate for a matrix of this shape (the whole one, never a piece).
 
     "original" is sqrt(max(1, rows / cols)), "match_rms_adamw" is 0.2 sqrt(max(rows, cols))
-    (arXiv:2502.16982), "none" is 1.
+    (arXiv:2502.16982), "spectral" is sqrt(rows / cols), of fan-out over fan-in, "none" is 1.
     """
     if adjust_lr_fn == "original":
         return math.sqrt(max(1.0, rows / cols))
     if adjust_lr_fn == "match_rms_adamw":
         return 0.2 * math.sqrt(max(rows, cols))
+    if adjust_lr_fn == "spectral":
+        return math.sqrt(rows / cols)
     return 1.0
 
 
@@ -105,7 +109,12 @@ def apply_update(
 
     The result does not depend, not even in the last bit, on whether `live` is given.
     """
-    if rule.weight_decay:
+    if rule.weight_decay and rule.cautious:
+        shrinks = weight * (orthogonal.to(weight.dtype) * weight >= 0)
+        if live is not None:
+            shrinks.mul_(live > 0)
+        weight.sub_(shrinks, alpha=rule.lr * rule.weight_decay)
+    elif rule.weight_decay:
         factor = 1 - rule.lr * rule.weight_decay
         if live is None:
             weight.mul_(factor)
@@ -136,6 +145,7 @@ def check_rule(settings: dict) -> UpdateRule:
         nesterov=bool(settings["nesterov"]),
         adjust_lr_fn=check_adjust_lr_fn(settings["adjust_lr_fn"]),
         maximize=bool(settings["maximize"]),
+        cautious=bool(settings["cautious_weight_decay"]),
     )
 
 
