@@ -27,12 +27,14 @@ from .clip import clip_grad_norm_
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
+from .qk_clip import AttentionHeads, qk_clip_
 from .scaler import GradScaler
 from .structure import Structure
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AttentionHeads",
     "GradScaler",
     "Muon",
     "Structure",
@@ -49,6 +51,7 @@ __all__ = [
     "get_owned_params",
     "newton_schulz",
     "no_sync",
+    "qk_clip_",
     "replicate",
     "replicate_tp",
     "set_model_state_dict",
