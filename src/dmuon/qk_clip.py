@@ -65,11 +65,14 @@ class AttentionHeads:
         """Of heads of one size, in order.
 
         Args:
-            logits, query, key: as above.
+            logits: as the attribute.
+            query: as the attribute.
+            key: as the attribute.
             heads: of queries.
             key_heads: fewer than `heads` for grouped queries; by default as many.
             size: rows of a head.
-            query_start, key_start: the first row of the first head; not 0 in fused projections.
+            query_start: the first row of the first head's queries; not 0 in some fused projections.
+            key_start: likewise of its keys.
             stride: from the first row of a head to that of the next; by default `size`. 3 `size` where
                 queries, keys and values of one head follow each other.
         """
