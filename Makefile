@@ -42,7 +42,8 @@ clean: ## remove .venv, caches and build results (never runs/, which holds your 
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(READY): pyproject.toml requirements-dev.txt
+$(READY): pyproject.toml requirements-dev.txt requirements-frameworks.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -r requirements-dev.txt
+	$(BIN)/python -m pip install --no-deps -r requirements-frameworks.txt
 	@touch $@

@@ -6,6 +6,7 @@ import hypothesis
 import pytest
 import torch
 
+import programs
 from ranks import Ranks
 
 # Examples that run on several ranks take as long as they take.
@@ -19,6 +20,7 @@ hypothesis.settings.load_profile("ranks")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run the combinations, too")
+    parser.addoption("--write-programs", action="store_true", help="write the table of docs/programs.md")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -54,7 +56,14 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers", "always(*ids): of this test's parameters, those that run without --all"
     )
+    if config.getoption("--write-programs"):
+        programs.WRITING.append(True)
     torch.set_num_threads(1)  # the oracle computes as the ranks do
+
+
+def pytest_sessionfinish() -> None:
+    if programs.WRITING and programs.ROWS:
+        programs.write_table()
 
 
 @pytest.fixture(scope="session")

@@ -78,18 +78,24 @@ def _install_module_hooks(module: nn.Module, params: list[DedicatedParam]) -> No
             value = state_dict.get(prefix + param.attribute)
             if value is None or value.shape != param.full_shape:  # torch reports what does not fit
                 continue
-            if value is param.resting and strict:
-                raise RuntimeError(
-                    f"the state dict to load holds the very parameter {param.param_name} of this model, not "
-                    "a value for it. It is missing in the full state dict that torch's "
-                    "set_model_state_dict was given, or that was asked to broadcast_from_rank0, which it "
-                    "cannot do for dedicated parameters; dmuon.set_model_state_dict can."
-                )
+            if value is param.resting:
+                value = param.take_even_chunks()
+                # Lightning loads a submodule's parameters one by one, as if the others were missing.
+                if value is None and prefix:
+                    raise RuntimeError(
+                        f"the state dict to load holds the very parameter {param.param_name} of this model, "
+                        "not a value for it. It is missing in what torch's set_model_state_dict was given; "
+                        "dmuon.set_model_state_dict with strict=False takes such states."
+                    )
+                if value is None:
+                    continue
             if param.resting.is_meta and not value.is_meta:
-                raise RuntimeError(
-                    f"{param.param_name} is on the meta device: call model.to_empty(device=...) before a "
-                    "state dict is loaded"
-                )
+                if not metadata.get("assign_to_params_buffers", False):
+                    raise RuntimeError(
+                        f"{param.param_name} is on the meta device: call model.to_empty(device=...) before a "
+                        "state dict is loaded, or load it with assign=True"
+                    )
+                param.materialize()
             load_weight(param, value)
             # The weight is in place: whether torch copies or assigns now, it deals with the same object.
             param.show_resting()

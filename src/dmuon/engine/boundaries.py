@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch.nn as nn
 
-from ..selection import block_modules, enclosing, is_callable
+from ..selection import block_modules, clean_name, enclosing, is_callable
 from . import fsdp
 from .layout import DataParallelLayout
 from .parameter import DedicatedParam
@@ -70,7 +70,7 @@ class Presence:
         Raises:
             RuntimeError: with the parameter's name.
         """
-        if self._links and all(outer._modules.get(name) is inner for outer, name, inner in self._links):
+        if self._are_linked():
             return
         modules = dict(self._model.named_modules())
         present = set(modules.values())
@@ -83,6 +83,7 @@ class Presence:
                     "model. Replace modules before dmuon.dedicate_params; afterwards change weights in place "
                     "(under torch.no_grad())."
                 )
+        self._check_places(modules)
         holders = {param.module for param in self._params}
         around = {name for name, module in modules.items() if module in holders}
         for name in list(around):
@@ -95,6 +96,31 @@ class Presence:
             if name
             for outer, _, own in [name.rpartition(".")]
         ]
+
+    def check_places(self) -> None:
+        """As `check` for what stands in another place than it did, alone.
+
+        Raises:
+            RuntimeError: with the parameter's name.
+        """
+        if not self._are_linked():
+            self._check_places(dict(self._model.named_modules()))
+
+    def _are_linked(self) -> bool:
+        return bool(self._links) and all(
+            outer._modules.get(name) is inner for outer, name, inner in self._links
+        )
+
+    def _check_places(self, modules: Mapping[str, nn.Module]) -> None:
+        paths = {module: name for name, module in modules.items()}
+        for param in self._params:
+            path = clean_name(f"{paths[param.module]}.{param.attribute}") if param.module in paths else None
+            if path is not None and path.removeprefix(".") != param.param_name:
+                raise RuntimeError(
+                    f"{param.param_name} is a dedicated parameter, and stands at {path} now: what has been "
+                    "put around it would not be trained. Put adapters in first (PEFT's get_peft_model), then "
+                    "call dmuon.dedicate_params, fully_shard and dmuon.Muon."
+                )
 
 
 def check_sharding(model: nn.Module, layout: DataParallelLayout, params: Iterable[DedicatedParam]) -> None:

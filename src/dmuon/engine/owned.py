@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from .parameter import DedicatedParam
 
 
+_PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear", "dot"}
+
+
 class OwnedTensor(DTensor):
     """A dedicated parameter at rest, its gradient, its momentum, and what is computed from them.
 
@@ -42,6 +45,16 @@ class OwnedTensor(DTensor):
         """The whole, on every rank, which all call it. A gradient of it is to be the same on all ranks."""
         return _param_of(self).whole_of(self)
 
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """What this rank keeps: on the owner all rows (or those of its piece), none elsewhere."""
+        local = super().to_local(grad_placements=grad_placements)
+        param = self.record()
+        if torch.is_grad_enabled() or param is None or param.resting is not self:
+            return local
+        rows = local.as_subclass(LocalRows)
+        rows.record = self.record
+        return rows
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
@@ -50,6 +63,8 @@ class OwnedTensor(DTensor):
         owned = [value for value in flat if isinstance(value, OwnedTensor)]
         name = func._schema.name.removeprefix("aten::")
         in_place = name.endswith("_")
+        if name in _PRODUCTS:
+            _check_product(owned, name)
         if not name.startswith(("_foreach", "_amp_foreach")):
             _fit(flat, owned, name, in_place)
         args, kwargs = tree_unflatten(flat, spec)
@@ -60,6 +75,8 @@ class OwnedTensor(DTensor):
         result = super().__torch_dispatch__(func, types, args, kwargs)
         if in_place:
             return None if result is None else flat[0]
+        if func is torch.ops.aten.linalg_vector_norm.default and _param_of(owned[0]).has_plain_neighbours:
+            return result.full_tensor()  # torch's clip_grad_norm_ stacks it with plain norms
 
         def wrap(value: Any) -> Any:
             if type(value) is DTensor:
@@ -69,6 +86,28 @@ class OwnedTensor(DTensor):
             return value
 
         return tree_map(wrap, result)
+
+
+class LocalRows(torch.Tensor):
+    """This rank's rows of a weight at rest; it puts even chunks of the weight aside for `load_state_dict`.
+
+    torch's `set_model_state_dict(broadcast_from_rank0=True)` takes a weight for evenly cut: it copies each
+    rank's chunk into what `to_local` gives, and then loads "the weight itself".
+    """
+
+    record: weakref.ref[DedicatedParam]
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        param = args[0].record() if func is torch.Tensor.copy_ and type(args[0]) is cls else None
+        if param is not None and args[1].shape == param.even_shape:
+            param.even_chunk = args[1].detach().clone()
+            if args[1].shape != args[0].shape:
+                return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 def _fit(flat: list[Any], owned: list[OwnedTensor], name: str, in_place: bool) -> None:
@@ -102,6 +141,18 @@ def _fit(flat: list[Any], owned: list[OwnedTensor], name: str, in_place: bool) -
             raise _misfit(param, name)  # cut into even chunks, which one rank in a row alone has as we do
     if in_place and hasattr(first, "_dmuon_count"):
         first._dmuon_count = None  # a gradient to which something is added is one, whoever had one before
+
+
+def _check_product(owned: list[OwnedTensor], name: str) -> None:
+    """Refuse products of matrices: torch would take the parts for even chunks.
+
+    Raises:
+        RuntimeError: by the parameter's name, on every rank, but where each has the whole.
+    """
+    for tensor in owned:
+        param = _param_of(tensor)
+        if param.layout.shard_size > 1 or param.is_cut or tensor.placements != param.weight_placements:
+            raise _misfit(param, name)
 
 
 def _misfit(param: DedicatedParam, name: str) -> RuntimeError:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..structure import PLAIN, Structure
@@ -49,6 +50,8 @@ class DedicatedParam:
         published: the version that all replicas have; None: none in common.
         settle: brings what steps have left to be published to everyone, on all ranks.
         reduce_due: reduces what is due to be reduced, on all ranks.
+        has_plain_neighbours: the base parameters are plain tensors, equal on all ranks (torch's DDP).
+        even_chunk: what torch has put aside for a load of the weight; None, as a rule (see `LocalRows`).
     """
 
     def __init__(
@@ -76,6 +79,8 @@ class DedicatedParam:
         self.published: Version | None = None
         self.settle: Callable[[], None] = _nothing
         self.reduce_due: Callable[[], None] = _nothing
+        self.has_plain_neighbours = False
+        self.even_chunk: torch.Tensor | None = None
         self._epoch = 0
         self._nowhere: dict[tuple[torch.dtype, bool], DTensor] = {}  # gradients of a rank that keeps none
 
@@ -218,6 +223,35 @@ class DedicatedParam:
     def mark_updated(self) -> None:
         """Say that the weight has changed through `local`, or is about to: what was gathered is old."""
         self._epoch += 1
+
+    @property
+    def even_shape(self) -> torch.Size:
+        """Shape of this rank's part if the weight were cut evenly, as its placements say."""
+        shape, _ = compute_local_shape_and_global_offset(self.full_shape, self.mesh, self.weight_placements)
+        return torch.Size(shape)
+
+    def take_even_chunks(self) -> DTensor | None:
+        """The weight that ranks have put aside in even chunks; None if none has. Collective over all ranks.
+
+        Raises:
+            RuntimeError: if only some have.
+        """
+        chunk, self.even_chunk = self.even_chunk, None
+        flags = torch.tensor([chunk is not None, chunk is None], dtype=torch.int32, device=self.layout.device)
+        for group in self.mesh.get_all_groups():
+            dist.all_reduce(flags, dist.ReduceOp.MAX, group=group)
+        found, lacking = flags.tolist()
+        if not found:
+            return None
+        if lacking or chunk is None:
+            raise RuntimeError(f"some ranks have been given {self.param_name} to load, others have not")
+        return wrap_local(chunk, self.full_shape, self.mesh, self.weight_placements)
+
+    def materialize(self) -> None:
+        """Give a weight on the meta device memory, as `module.to_empty` would."""
+        empty = torch.empty_like(self.resting, device=self.layout.device)
+        torch.utils.swap_tensors(self.resting, nn.Parameter(empty, self.resting.requires_grad))
+        self.refresh()
 
     def refresh(self) -> None:
         """Check that the module still holds our parameter; renew what `to_empty` and the like drop from it.

@@ -169,6 +169,7 @@ class Runtime:
                     self._inside.setdefault(by_module[module], set()).add(outer)
         for param in self.params:
             param.settle, param.reduce_due = self.synchronize, self.reduce_due
+            param.has_plain_neighbours = self.layout.is_ddp and not sharded
         fsdp.call_when_reduced(self.model, self._base_reduced)
         # Where a group's own outputs cannot be hooked, the model's begin the backward.
         self.model.register_forward_hook(
@@ -233,6 +234,7 @@ class Runtime:
         self.seal()
         if self._in_backward:
             return
+        self._presence.check_places()
         if torch.is_grad_enabled():
             self.averaging.check_forward()
         self._end_of_order()

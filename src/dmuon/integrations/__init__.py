@@ -1,0 +1,1 @@
+"""dmuon in the programs people have, one module for each; nothing else imports them."""

@@ -1,0 +1,217 @@
+"""torchtitan's own parallelize function, containers and clipping with dmuon, against one process.
+
+torchtitan takes the device's kind when it is imported, and "cuda" where there is none; its models take
+FlexAttention, whose CPU form is compiled for a minute. Here meshes are of CPUs, and attention is torch's.
+"""
+
+import dataclasses
+import tempfile
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
+from torchtitan.distributed import ParallelDims, parallel_dims
+from torchtitan.distributed import utils as dist_utils
+from torchtitan.models import llama3
+from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
+from torchtitan.models.common.attention import ScaledDotProductAttention
+
+from dmuon.integrations.torchtitan import MuonContainer, dedicating, with_muon
+from programs import VOCABULARY, dedicated_names, difference, note, tokens_of, train_alone, whole_weights
+
+STEPS, WIDTH = 3, 16
+
+
+def configuration(parallelism: ParallelismConfig) -> Any:
+    config = llama3.Llama3Model.Config(
+        dim=WIDTH,
+        vocab_size=VOCABULARY,
+        tok_embeddings=Embedding.Config(
+            num_embeddings=VOCABULARY, embedding_dim=WIDTH, param_init=llama3._EMBEDDING_INIT
+        ),
+        norm=RMSNorm.Config(normalized_shape=WIDTH, param_init=llama3._NORM_INIT),
+        lm_head=Linear.Config(
+            in_features=WIDTH, out_features=VOCABULARY, param_init=llama3._output_linear_init(WIDTH)
+        ),
+        layers=llama3._build_llama3_layers(
+            n_layers=2,
+            dim=WIDTH,
+            n_heads=4,
+            hidden_dim=24,
+            fuse_qkv=False,
+            rope=ComplexRoPE.Config(dim=WIDTH // 4, max_seq_len=64, theta=10000, scaling="none"),
+            attn_backend="flex",
+        ),
+    )
+    for layer in config.layers:
+        layer.attention.inner_attention = ScaledDotProductAttention.Config()
+    config.update_from_config(config=SimpleNamespace(parallelism=parallelism))
+    return config
+
+
+def loss_on(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    logits = model(tokens[:, :-1], positions=None)
+    if isinstance(logits, DTensor):  # under tensor parallelism
+        logits = logits.full_tensor()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
+
+
+class Run:
+    """As Trainer sets up and trains: the model on meta, sharded, initialised, and then its optimizer."""
+
+    def __init__(self, sizes: dict[str, int], *, muon: bool = True) -> None:
+        self.parallelism = ParallelismConfig(spmd_backend="partial_dtensor", **sizes)
+        dist_utils.set_spmd_backend("partial_dtensor")
+        training = TrainingConfig(mixed_precision_param="float32", mixed_precision_reduce="float32")
+        spec = llama3.parallelize_llama
+        with mock.patch.object(parallel_dims, "device_type", "cpu"):
+            self.dims = ParallelDims.from_config(self.parallelism, dist.get_world_size())
+            self.dims.build_mesh()
+        with torch.device("meta"):
+            self.model = configuration(self.parallelism).build()
+        self.model = (dedicating(spec) if muon else spec)(
+            self.model,
+            parallel_dims=self.dims,
+            training=training,
+            parallelism=self.parallelism,
+            compile_config=CompileConfig(enable=False),
+            ac_config=None,
+            dump_folder="",
+        )
+        for module in self.model.modules():  # else FSDP2 scales inside of gloo's reductions, which cannot
+            if isinstance(module, FSDPModule):
+                module.set_force_sum_reduction_for_comms(True)
+        self.model.to_empty(device="cpu")
+        torch.manual_seed(3)
+        with torch.no_grad():
+            self.model.init_weights(buffer_device=None)
+        self.model.train()
+        settings = {"lr": 0.02, "adamw_lr": 1e-3}
+        config = MuonContainer.Config(settings=settings) if muon else default_adamw(lr=1e-3)
+        self.optimizers = config.build(model_parts=[self.model])
+        schedule = LRSchedulersContainer.Config(warmup_steps=2)
+        self.schedulers = schedule.build(optimizers=self.optimizers, training_steps=10)
+
+    def step(self, step: int) -> tuple[float, float]:
+        """Its loss over all ranks, and the norm of its gradient."""
+        self.optimizers.zero_grad()
+        tp = self.dims.tp
+        replica, replicas = dist.get_rank() // tp, dist.get_world_size() // tp
+        loss = loss_on(self.model, tokens_of(10 * step + replica)) / (12 * replicas)
+        loss.backward()
+        params = list(self.model.parameters())
+        norm = dist_utils.clip_grad_norm_(params, 0.5, foreach=True)
+        self.optimizers.step()
+        self.schedulers.step()
+        total = loss.detach().clone()
+        dist.all_reduce(total)
+        return total.item() / tp, norm.item()
+
+    def state(self) -> dict[str, Any]:
+        return {
+            "model": dict(self.model.state_dict()),
+            "optimizer": self.optimizers.state_dict(),
+            "schedulers": self.schedulers.state_dict(),
+        }
+
+
+def warming_up(step: int, optimizer: Any) -> None:
+    """The oracle's learning rates: half in the first step, then whole for a while."""
+    optimizer.lr, optimizer.adamw.param_groups[0]["lr"] = 0.02, 1e-3
+
+
+def trained(sizes: dict[str, int]) -> dict[str, Any]:
+    folder = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(folder)
+    run = Run(sizes)
+    start = configuration(run.parallelism).build()
+    start.load_state_dict(whole_weights(run.model), strict=False)
+    first = []
+    for step in range(STEPS):
+        if step == 2:
+            dcp.save(run.state(), checkpoint_id=folder[0])
+        first.append(run.step(step))
+    weights = whole_weights(run.model)
+    replicas = dist.get_world_size() // run.dims.tp
+    batches = [[tokens_of(10 * step + r) for r in range(replicas)] for step in range(STEPS)]
+    expected, norms = train_alone(
+        start,
+        dedicated_names(run.model),
+        batches,
+        loss=lambda model, tokens: loss_on(model, tokens) / 12,
+        max_norm=0.5,
+        after_step=warming_up,
+        lr=0.01,
+        adamw_lr=5e-4,
+    )
+    other = Run(sizes)
+    state = other.state()
+    dcp.load(state, checkpoint_id=folder[0])
+    other.model.load_state_dict(state["model"])
+    other.optimizers.load_state_dict(state["optimizer"])
+    other.schedulers.load_state_dict(state["schedulers"])
+    other.step(2)
+    plain = Run(sizes, muon=False)
+    one, two = first[0], plain.step(0)
+    return {
+        "first loss": abs(one[0] - two[0]),
+        "first norm": abs(one[1] - two[1]),
+        "trained": difference(weights, expected),
+        "norms": max(abs(mine[1] - norm) for mine, norm in zip(first, norms, strict=True)),
+        "resumed": difference(whole_weights(other.model), weights),
+        "dedicated": len(dedicated_names(run.model)),
+    }
+
+
+@pytest.mark.always("tp")
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"data_parallel_shard_degree": 2},
+        {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2},
+        {"data_parallel_shard_degree": 2, "tensor_parallel_degree": 2},
+    ],
+    ids=["fsdp", "hsdp", "tp"],
+)
+def test_training(ranks, sizes):
+    world = 1
+    for size in sizes.values():
+        world *= size
+    results = ranks(world, trained, sizes, timeout=150)
+    assert {found.pop("dedicated") for found in results} == {14}
+    kind = {4: "HSDP"}.get(world, "FSDP2") if "tensor_parallel_degree" not in sizes else "FSDP2 x TP"
+    note("torchtitan", f"partial_dtensor, {kind}", results[0])
+    for found in results:
+        assert found["first loss"] <= 1e-5, found
+        assert found["trained"] <= 1e-5, found
+        assert found["norms"] <= 1e-5, found
+        assert found["resumed"] <= 1e-6, found
+
+
+def test_a_config_line():
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    config = llama3_debugmodel()
+    with pytest.raises(ValueError, match=r'spmd_backend is "spmd_types".*set it to "partial_dtensor"'):
+        with_muon(config)
+    parallelism = dataclasses.replace(config.parallelism, spmd_backend="partial_dtensor")
+    config = with_muon(dataclasses.replace(config, parallelism=parallelism), lr=0.02)
+    assert config.optimizer == MuonContainer.Config(settings={"lr": 0.02})
+    offloading = dataclasses.replace(config.training, enable_cpu_offload=True)
+    with pytest.raises(ValueError, match="enable_cpu_offload"):
+        with_muon(dataclasses.replace(config, training=offloading))
+    note(
+        "torchtitan",
+        "spmd_types and full_dtensor",
+        "parameters lie over data-parallel dims before fully_shard",
+    )
+    note("torchtitan", "enable_cpu_offload", "dedicated parameters stay on the device")
