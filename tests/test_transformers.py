@@ -236,8 +236,15 @@ def refused() -> None:
         trainer.optimizer_cls_and_kwargs = (muon, {"lr": 0.02, "adamw_betas": (0.9, 0.99)})
         with pytest.raises(ValueError, match="adam_beta1 and adam_beta2"):
             trainer.train()
+        trainer.is_distributed_loading_by_transformers = (
+            True  # from_pretrained(distributed_config=...) says so
+        )
+        with pytest.raises(ValueError, match=r"from_pretrained\(distributed_config=\.\.\.\)"):
+            trainer.create_optimizer()
 
 
 def test_what_is_refused(ranks):
     ranks(2, refused)
+    why = "its matrices are cut before they can be dedicated; let Trainer wrap the model"
+    note("transformers", "from_pretrained(distributed_config=...)", why)
     note("transformers", "TrainingArguments and keywords that differ", "give one of the two")
