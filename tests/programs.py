@@ -99,7 +99,8 @@ ROWS: dict[tuple[str, str], str] = {}
 def note(program: str, form: str, found: dict[str, float] | str) -> None:
     """A row of the table: differences by what was tried, or what is refused and why.
 
-    Fails if a difference is more than rounding, and if the page has no row for it, unless the table is to be written in the end.
+    Fails if a difference is more than rounding, and if the page has no row for it, unless the table is to be
+    written in the end.
     """
     assert isinstance(found, str) or all(value <= 1e-5 for value in found.values()), found
     version = importlib.metadata.version(program)

@@ -236,9 +236,7 @@ def refused() -> None:
         trainer.optimizer_cls_and_kwargs = (muon, {"lr": 0.02, "adamw_betas": (0.9, 0.99)})
         with pytest.raises(ValueError, match="adam_beta1 and adam_beta2"):
             trainer.train()
-        trainer.is_distributed_loading_by_transformers = (
-            True  # from_pretrained(distributed_config=...) says so
-        )
+        trainer.is_distributed_loading_by_transformers = True  # as of models that come distributed
         with pytest.raises(ValueError, match=r"from_pretrained\(distributed_config=\.\.\.\)"):
             trainer.create_optimizer()
 
