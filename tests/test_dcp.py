@@ -88,6 +88,7 @@ def loaded_from_the_first_rank(sizes: dict[str, int]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.always("dp2-tp2", "ddp2")
 @pytest.mark.parametrize("mesh", MESHES)
 def test_torch_loads_a_whole_state_from_one_rank(ranks, mesh):
     found = agreed(ranks, MESHES[mesh], loaded_from_the_first_rank)
@@ -116,6 +117,7 @@ def assigned_onto_meta(sizes: dict[str, int]) -> dict[str, float]:
     return found
 
 
+@pytest.mark.always("dp2")
 @pytest.mark.parametrize("mesh", ["dp2", "hsdp2x2"])
 def test_a_state_is_assigned_to_a_model_on_meta(ranks, mesh):
     found = agreed(ranks, MESHES[mesh], assigned_onto_meta)
