@@ -172,6 +172,67 @@ def test_optimizer_states_that_do_not_fit(ranks):
     ranks(2, refuse_optimizer_states)
 
 
+def refuse_whole_states() -> list[str]:
+    """torch fills in what a full state lacks from the optimizer that it is loaded into."""
+    run, other = Run({"dp": 2}, 1), Run({"dp": 2}, 2)
+    run.train(range(2))
+    other.train(range(1))
+    before = other.snapshot()
+    messages = []
+    for flat in (False, True):
+        get = StateDictOptions(full_state_dict=True, flatten_optimizer_state_dict=flat)
+        good = dmuon.get_optimizer_state_dict(run.model, run.optimizer, options=get)
+        for broadcast, strict in ((False, True), (True, True), (True, False)):
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast, strict=strict)
+            for name in ("entry", "algorithm") if flat else ("entry", "key", "algorithm", "shape"):
+                change, error, message = FAULTS[name]
+                state = copy.deepcopy(good)
+                if flat:
+                    moments = dmuon.get_optimizer_state_dict(run.model, run.optimizer, options=FULL)["state"]
+                    change({"state": moments})
+                    state = {key: value for key, value in state.items() if not key.startswith("state.")}
+                    state |= {f"state.{n}.{k}": v for n, entry in moments.items() for k, v in entry.items()}
+                    if name == "entry":  # nothing is left of it
+                        if strict:
+                            error, message = RuntimeError, f"missing are {WEIGHT}"
+                        else:
+                            continue
+                else:
+                    change(state)
+                if broadcast and dist.get_rank() > 0:
+                    state = {}
+                with pytest.raises(error, match=message) as caught:
+                    dmuon.set_optimizer_state_dict(other.model, other.optimizer, state, options=options)
+                messages.append(str(caught.value))
+        if not flat:  # on one rank alone
+            state = copy.deepcopy(good)
+            if dist.get_rank() == 1:
+                FAULTS["entry"][0](state)
+            with pytest.raises(ValueError, match=FAULTS["entry"][2]):
+                dmuon.set_optimizer_state_dict(other.model, other.optimizer, state, options=FULL)
+    assert_same(other.snapshot(), before)
+    return messages
+
+
+def test_whole_states_that_lack_something(ranks):
+    first, second = ranks(2, refuse_whole_states)
+    assert first == second
+
+
+def bare_template() -> None:
+    """A state dict of an optimizer that never stepped, as `dcp.load` wants it, counts no step."""
+    first, second = Run({"dp": 2}, 1), Run({"dp": 2}, 1)
+    state = dmuon.get_optimizer_state_dict(first.model, first.optimizer)["state"]
+    assert all(entry["step"] == 0 for entry in state.values() if "step" in entry)
+    for run in (first, second):
+        run.train(range(2))
+    assert_same(first.snapshot(), second.snapshot())
+
+
+def test_a_template_counts_no_step(ranks):
+    ranks(2, bare_template)
+
+
 def refuse_model_states() -> None:
     run, other = Run({"dp": 2}, 1), Run({"dp": 2}, 2)
     before = other.snapshot()
@@ -230,6 +291,9 @@ def leave_out(broadcast: bool) -> None:
     for name, value in other.snapshot().items():
         if "up_proj" in name and name.startswith("model."):
             assert torch.equal(value, before[name]), name
+        elif name.endswith("up_proj.weight.momentum_buffer"):
+            assert before[name].any()
+            assert not value.any(), name
         elif isinstance(value, torch.Tensor) and "up_proj" not in name:
             assert torch.equal(value, expected[name]), name
         elif name.startswith("group 0") and name != "group 0 params":

@@ -156,7 +156,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             if param is not None and _MOMENTUM in entry:
                 state[index] = {**entry, _MOMENTUM: _stock_momentum(param, entry[_MOMENTUM])}
             elif not entry and state:  # frozen ones too: they may not be when the state is loaded
-                state[index] = _first_state(optimizer, resting, param, algorithm)
+                state[index] = first_state(optimizer, resting, param, algorithm)
         state = dict(sorted(state.items()))  # of full states, the parts are gathered in this order
         return {**state_dict, "state": state, "param_groups": groups}
 
@@ -178,7 +178,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
                 if entry is None:
                     _check_absent(state, key, name, resting)
                     continue
-                _check_entry(entry, name, resting, mine["algorithm"])
+                check_entry(entry, name, resting, mine["algorithm"])
                 param = optimizer._record(resting)
                 if entry and mine["algorithm"] == "muon":
                     if param is not None:
@@ -242,7 +242,7 @@ def _as_lies(whole: torch.Tensor, param: DTensor) -> DTensor:
     )
 
 
-def _first_state(
+def first_state(
     optimizer: Muon, resting: torch.Tensor, param: DedicatedParam | None, algorithm: str
 ) -> dict[str, torch.Tensor]:
     """What a parameter that has had no gradient yet stands for, so that it is not missing in a file."""
@@ -279,10 +279,15 @@ def _check_absent(state: Mapping[Any, Any], key: Any, name: str, resting: torch.
         return
     if not isinstance(key, str):
         raise ValueError(f"the optimizer state to load has nothing for {name}")
+    warn_of_absent(name)
+
+
+def warn_of_absent(name: str) -> None:
+    """Say that a parameter starts anew, which `strict=False` has left out."""
     logger.warning("the optimizer state loaded has nothing for %s, which starts anew", name)
 
 
-def _check_entry(entry: Mapping[str, Any], name: str, param: torch.Tensor, algorithm: str) -> None:
+def check_entry(entry: Mapping[str, Any], name: str, param: torch.Tensor, algorithm: str) -> None:
     """Raise for states of one parameter that are missing, of another algorithm, or of another shape."""
     if not entry and not param.requires_grad:
         return

@@ -12,13 +12,15 @@ from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import TYPE_CHECKING, Any
 
+import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.optim import Optimizer
 
+from ..engine.agreement import gather_objects, ranks_of
 from ..engine.runtime import find_runtime, has_runtime
 from ..selection import clean_name
-from .hooks import OURS, settings_to_save
+from .hooks import OURS, check_entry, settings_to_save, warn_of_absent
 from .sharded import evenly_sharded
 
 if TYPE_CHECKING:
@@ -62,10 +64,13 @@ def get_optimizer_state_dict(
 
     Returns:
         `{"state": {name: {...}}, "param_groups": [{"params": [names], ...}]}`, or a flat dict, if `options`
-        asks for it. States and settings have the names that `torch.optim.Muon` and `AdamW` give them.
+        asks for it. States and settings have the names that `torch.optim.Muon` and `AdamW` give them. Of an
+        optimizer that never stepped, zeros and step 0 (torch's function leaves it at step 1).
     """
     from torch.distributed.checkpoint import state_dict
 
+    optimizers = (optimizers,) if isinstance(optimizers, Optimizer) else tuple(optimizers)
+    _start_states(optimizers)
     state = state_dict.get_optimizer_state_dict(model, optimizers, submodules=submodules, options=options)
     return _rename(state, clean_name)
 
@@ -114,7 +119,8 @@ def set_optimizer_state_dict(
     Raises:
         RuntimeError: on all ranks, for missing and unexpected names (with `strict=True`), and for parameter
             groups that are cut otherwise than the optimizers'.
-        ValueError: for states and settings of another algorithm or shape.
+        ValueError: on all ranks, for states that lack a part, or are of another algorithm or shape; for such
+            settings.
     """
     from torch.distributed.checkpoint import state_dict
 
@@ -124,16 +130,29 @@ def set_optimizer_state_dict(
     options = dataclasses.replace(options, flatten_optimizer_state_dict=False)
     elsewhere = options.broadcast_from_rank0 and dist.get_rank() > 0
     state = {} if elsewhere else dict(optim_state_dict)
+    left_out: list[str] = []
+    groups: list[_Group] = []
     if not _is_numbered(state):
         state = _rename(state, clean_name)
         groups, aliases = _groups(model, optimizers)
-        problem = _misfit(groups, aliases, state, options.strict)
+        entries = _entries(state, aliases)
+        problem = _misfit(groups, aliases, state, options.strict) or _wrong_entry(groups, entries)
         _raise_together(model, "optimizer state", problem, options)
+        left_out = [name for group in groups for name, t in group.trainable.items() if t]
+        left_out = [name for name in left_out if name not in entries]
         if not options.strict and "state" in state:
             state["param_groups"] += [group.as_loaded() for group in groups if group.is_absent(state)]
         names = _torch_names(model)
         state = _rename(state, lambda name: names.get(name, name), names.keys())
+    _start_states(optimizers)
     state_dict.set_optimizer_state_dict(model, optimizers, state, options=options)
+    if options.full_state_dict and not options.strict:  # there torch keeps what was before
+        if options.broadcast_from_rank0:
+            answer = [left_out]
+            dist.broadcast_object_list(answer, src=0)
+            left_out = answer[0]
+        for group in groups:
+            group.start_anew(left_out)
 
 
 def to_torch_state_dict(optimizer_state_dict: Mapping[str, Any]) -> StateDict:
@@ -227,6 +246,13 @@ def _torch_names(model: nn.Module) -> dict[str, str]:
     return names
 
 
+def _start_states(optimizers: Iterable[Optimizer]) -> None:
+    """Give those of ours that never stepped a state, as torch would by a step that counts."""
+    for optimizer in optimizers:
+        if hasattr(optimizer, "start_state") and not optimizer.state:
+            optimizer.start_state()
+
+
 # What does not fit
 
 
@@ -234,8 +260,20 @@ def _torch_names(model: nn.Module) -> dict[str, str]:
 class _Group:
     """A parameter group: its settings, and its parameters by name."""
 
+    optimizer: Optimizer
     settings: dict[str, Any]
-    trainable: dict[str, bool]
+    params: dict[str, torch.Tensor]
+
+    @property
+    def trainable(self) -> dict[str, bool]:
+        """Whether each parameter is."""
+        return {name: param.requires_grad for name, param in self.params.items()}
+
+    def start_anew(self, names: Iterable[str]) -> None:
+        """Forget the state of those parameters that are in `names`, if the optimizer is ours."""
+        for name in set(self.params).intersection(names) if "algorithm" in self.settings else ():
+            warn_of_absent(name)
+            self.optimizer.state.pop(self.params[name], None)
 
     def is_absent(self, state: StateDict) -> bool:
         """Whether no group of the state lists any of the parameters."""
@@ -257,10 +295,36 @@ def _groups(model: nn.Module, optimizers: Iterable[Optimizer]) -> tuple[list[_Gr
         for name in map(clean_name, _get_fqns(model, path)):
             aliases[name] = first.setdefault(param, name)
     groups = []
-    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key != "params"}
-        groups.append(_Group(settings, {first[p]: p.requires_grad for p in group["params"] if p in first}))
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            settings = {key: value for key, value in group.items() if key != "params"}
+            params = {first[p]: p for p in group["params"] if p in first}
+            groups.append(_Group(optimizer, settings, params))
     return groups, aliases
+
+
+def _entries(state: StateDict, aliases: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """The states of parameters, by name and key; of a flat state, too."""
+    if not state or "state" in state:
+        return {aliases.get(name, name): entry for name, entry in state.get("state", {}).items()}
+    found: dict[str, dict[str, Any]] = {}
+    for key, value in state.items():
+        before, name, behind = _split(key, aliases.keys())
+        if before == "state.":
+            found.setdefault(aliases[name], {})[behind.removeprefix(".")] = value
+    return found
+
+
+def _wrong_entry(groups: list[_Group], entries: Mapping[str, dict[str, Any]]) -> ValueError | None:
+    """What is wrong with the state of one parameter of ours; torch fills in what a full state lacks."""
+    for group in groups:
+        for name, param in group.params.items():
+            if name in entries and "algorithm" in group.settings:
+                try:
+                    check_entry(entries[name], name, param, group.settings["algorithm"])
+                except ValueError as error:
+                    return error
+    return None
 
 
 def _misfit(groups: list[_Group], aliases: dict[str, str], state: StateDict, strict: bool) -> str | None:
@@ -310,7 +374,9 @@ def _difference(expected: AbstractSet[str], given: AbstractSet[str]) -> str | No
     return "; ".join(parts)
 
 
-def _raise_together(model: nn.Module, what: str, problem: str | None, options: StateDictOptions) -> None:
+def _raise_together(
+    model: nn.Module, what: str, problem: str | Exception | None, options: StateDictOptions
+) -> None:
     """Raise on all ranks what one has found: those that went on would wait for it.
 
     Only a full state can be another one on each rank.
@@ -320,10 +386,9 @@ def _raise_together(model: nn.Module, what: str, problem: str | None, options: S
         dist.broadcast_object_list(answer, src=0)
         problem = answer[0]
     elif options.full_state_dict and has_runtime(model):
-        mesh = max((param.mesh for param in find_runtime(model).params), key=lambda mesh: mesh.ndim)
-        for group in mesh.get_all_groups():
-            answers: list[str | None] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(answers, problem, group=group)
-            problem = next((answer for answer in answers if answer is not None), None)
+        answers = gather_objects(ranks_of(find_runtime(model).params), problem)
+        problem = next((answer for answer in answers if answer is not None), None)
+    if isinstance(problem, Exception):
+        raise problem
     if problem is not None:
         raise RuntimeError(f"the {what} to load does not fit: {problem}")

@@ -14,7 +14,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
-from ..checkpoint.hooks import install_optimizer_hooks, whole_state
+from ..checkpoint.hooks import first_state, install_optimizer_hooks, whole_state
 from ..engine import fsdp
 from ..engine.buffer import Update
 from ..engine.parameter import DedicatedParam, local_part
@@ -506,6 +506,19 @@ class Muon(Optimizer):
             for params in _taken_at_once(group["params"])
         ]
         self._adamw.step()
+
+    def start_state(self) -> None:
+        """Make the state of all that is trainable and has none yet, as it is before the first step: zeros."""
+        for group in self.param_groups:
+            for param in group["params"]:
+                if not param.requires_grad or self.state.get(param):
+                    continue
+                if (record := self._record(param)) is not None:
+                    self._momentum(record)
+                    continue
+                self.state[param] = first_state(self, param, None, group["algorithm"])
+                if "step" in self.state[param] and self._adamw_kernel.get("fused"):
+                    self.state[param]["step"] = self.state[param]["step"].to(param.device)
 
     def check_members(self) -> None:
         """Refuse parameters that somebody has exchanged since the last look, or thawed without adding them;
