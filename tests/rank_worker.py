@@ -49,20 +49,22 @@ def work(rank: int, connection: Connection, port: int, log: Path, stack: Path) -
     connection.send_bytes(pickle.dumps(Outcome()))
     with contextlib.suppress(EOFError):
         while True:
-            call, world_size, group_timeout, payload = pickle.loads(connection.recv_bytes())
+            call, world_size, group_timeout, fresh, payload = pickle.loads(connection.recv_bytes())
             group = {
                 "store": dist.PrefixStore(call, store),
                 "rank": rank,
                 "world_size": world_size,
                 "timeout": timedelta(seconds=group_timeout),
             }
+            if fresh:
+                leave()
             answer, failed = run(group, payload)
             connection.send_bytes(answer)
             if failed:
                 time.sleep(0.5)  # so that this failure is known before those that follow from it
                 os._exit(1)  # as a script would: the others see its connections close
             connection.recv_bytes()  # every rank has answered
-            leave()
+            gc.collect()
 
 
 def run(group: dict[str, Any], payload: bytes) -> tuple[bytes, bool]:
@@ -72,7 +74,8 @@ def run(group: dict[str, Any], payload: bytes) -> tuple[bytes, bool]:
     """
     try:
         fn, args, kwargs = pickle.loads(payload)
-        dist.init_process_group("gloo", **group)
+        if not dist.is_initialized():
+            dist.init_process_group("gloo", **group)
         settle()
         return pickle.dumps(Outcome(value=portable(fn(*args, **kwargs)))), False
     except BaseException as error:  # pytest's own failures are no Exceptions

@@ -65,6 +65,9 @@ class RanksFailed(AssertionError):
         super().__init__("\n\n".join([title, *sections]))
 
 
+CALLS_A_WORLD = 20  # then a new process group: each mesh leaves some behind, with threads and open files
+
+
 @dataclass
 class Worker:
     """One process and our end of the pipe to it."""
@@ -97,6 +100,7 @@ class Ranks:
         self._workers: list[Worker] = []
         self._store: dist.TCPStore | None = None
         self._calls = 0
+        self._world = (0, 0.0, 0)  # of the process group that is up: its size, its timeout, calls so far
 
     def __call__(
         self,
@@ -107,6 +111,7 @@ class Ranks:
         timeout: float = 60.0,
         group_timeout: float = 30.0,
         grace: float = GRACE,
+        fresh: bool = False,
         **kwargs: Any,
     ) -> list[Any]:
         """Return [fn(*args, **kwargs) on rank 0, on rank 1, ...].
@@ -114,6 +119,8 @@ class Ranks:
         On each rank a gloo process group of `world_size` is up, whose collectives give up after
         `group_timeout` seconds, and torch's seed is 0. Tensors in the result come back as detached copies on
         the CPU; a DTensor in the result is an error. After the first failure the others get `grace` seconds.
+        Calls of one size share a process group, and with it what torch and dmuon keep for it; `fresh` makes a
+        new one.
 
         Raises RanksFailed when a rank raises, dies, or has not answered after `timeout` seconds.
         """
@@ -131,7 +138,10 @@ class Ranks:
             self._start()
         self._calls += 1
         workers = self._workers[:world_size]
-        message = pickle.dumps((str(self._calls), world_size, group_timeout, payload))
+        size, same_timeout, calls = self._world
+        fresh = fresh or size != world_size or same_timeout != group_timeout or calls >= CALLS_A_WORLD
+        self._world = (world_size, group_timeout, 1 if fresh else calls + 1)
+        message = pickle.dumps((str(self._calls), world_size, group_timeout, fresh, payload))
         try:
             for worker in workers:
                 worker.connection.send_bytes(message)
@@ -161,6 +171,7 @@ class Ranks:
         if self._workers:
             self._directory.cleanup()
         self._workers = []
+        self._world = (0, 0.0, 0)
 
     def _start(self) -> None:
         if self._store is None:  # kept in this process, so that no rank's death takes it away
