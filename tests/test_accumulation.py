@@ -98,13 +98,13 @@ FSDP2S = [gradient_sync, all_reduce, last_backward]
 def counted_newton_schulz() -> Iterator[list[torch.Size]]:
     """The shapes of the matrices that this rank has orthogonalized."""
     calls: list[torch.Size] = []
-    original = dmuon.optim.muon.orthogonalize
+    original = dmuon.optim.parts.orthogonalize
 
     def counted(batch: torch.Tensor, *args: Any) -> torch.Tensor:
         calls.extend(matrix.shape for matrix in batch)
         return original(batch, *args)
 
-    with mock.patch.object(dmuon.optim.muon, "orthogonalize", counted):
+    with mock.patch.object(dmuon.optim.parts, "orthogonalize", counted):
         yield calls
 
 

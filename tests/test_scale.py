@@ -18,7 +18,7 @@ import layouts
 from dmuon.planner.registry import from_registry
 
 TESTS = Path(__file__).parent
-DEPTHS = (8, 16, 32)  # layers, of four matrices each
+DEPTHS = (4, 8, 16)  # layers, of four matrices each
 
 
 # By the number of matrices
