@@ -40,7 +40,7 @@ RESIDENCIES = [
         for layout in FSDP_LAYOUTS
         for reshard, residency, marks in (
             (True, "while_used", ()),
-            (False, "until_backward_done", () if layout.id == "dp4" else pytest.mark.combination),
+            (False, "until_backward_done", pytest.mark.combination),
         )
     ),
     *(pytest.param(*layout.values, True, id=layout.id) for layout in DDP_LAYOUTS),

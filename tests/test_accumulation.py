@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.nn.parallel import DistributedDataParallel
 
 import dmuon
-import dmuon.optim.muon
+import dmuon.optim.parts
 from dmuon.engine.runtime import find_runtime
 from layouts import (
     LAYOUTS,
