@@ -1,6 +1,7 @@
 """Stacks of experts and fused projections on every layout, against one process with separate matrices."""
 
 import copy
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 import dmuon
 from dmuon.engine.parameter import local_part
 from dmuon.engine.runtime import find_runtime
+from dmuon.optim import parts
 from reference import ReferenceMuon
 
 WIDTH, HIDDEN = 6, 4
@@ -331,6 +333,30 @@ def test_a_step_issues_no_collective_and_dense_matrices_go_where_experts_do_not(
         assert here == [2, 2, 1, 0]
         assert 3 in owners
         assert set(owners) <= {2, 3}
+
+
+def replicas_share() -> tuple[int, torch.Tensor]:
+    """How many experts' matrices this rank has orthogonalized in a step, and its part of a stack."""
+    torch.manual_seed(0)
+    model = Mixture()
+    optimizer = distribute(model, {"replicate": 2, "shard": 2})
+    loss_of(model, dist.get_rank()).backward()
+    seen = []
+    original = parts.orthogonalize
+    with mock.patch.object(
+        parts, "orthogonalize", lambda b, *rest: seen.append(b.shape) or original(b, *rest)
+    ):
+        optimizer.step()
+    experts = [shape[0] for shape in seen if shape[1:] in ((HIDDEN, WIDTH), (WIDTH, HIDDEN))]
+    return sum(experts), model.blocks[0].experts.down.to_local()
+
+
+def test_replicas_share_the_experts_and_stay_equal_bit_by_bit(ranks):
+    answers = ranks(4, replicas_share)  # ranks 0 and 2 hold three experts, 1 and 3 two
+    # For each expert gate, up and down, in two blocks.
+    assert [count for count, _ in answers] == [12, 6, 6, 6]
+    for first, second in ((0, 2), (1, 3)):
+        assert torch.equal(answers[first][1], answers[second][1])
 
 
 def cut_inside() -> None:

@@ -436,19 +436,26 @@ def _needs_no_owner(candidate: Candidate, structure: Structure) -> bool:
 def _loads_of(stacks: Sequence[tuple[nn.Parameter, Structure]], layout: DataParallelLayout) -> list[int]:
     """Operations that each slot has to do for stacks, wherever its dense matrices go.
 
-    As `fully_shard` cuts the first dim. Of one that expert parallelism has cut, all slots have a like part.
+    As `fully_shard` cuts the first dim, and replicas share what they hold. Of one that expert parallelism has
+    cut, all slots have a like part.
     """
     loads = [0] * layout.size
     for param, structure in stacks:
         count, cost = param.shape[0], cost_of(structure.matrices((1, *param.shape[1:])))
-        chunk = -(-count // layout.shard_size)
         for slot in range(layout.size):
             if isinstance(param, DTensor):
                 loads[slot] += count * cost // layout.shard_size
             else:
-                shard = layout.owner_of_slot(slot).shard
-                loads[slot] += max(0, min(chunk, count - shard * chunk)) * cost
+                where = layout.owner_of_slot(slot)
+                here = _in_chunk(count, layout.shard_size, where.shard)
+                loads[slot] += _in_chunk(here, layout.replicate_size, where.replicate) * cost
     return loads
+
+
+def _in_chunk(count: int, chunks: int, chunk: int) -> int:
+    """How many of `count` things are in one of `chunks` equal chunks; the last ones may be smaller."""
+    size = -(-count // chunks)
+    return max(0, min(size, count - chunk * size))
 
 
 def _warn_of_choice(model: nn.Module, chosen: list[Candidate], *, by_predicate: bool) -> None:

@@ -33,7 +33,7 @@ from . import fsdp
 from .agreement import check_alike
 from .boundaries import Presence, check_sharding, homes, hook_boundaries
 from .buffer import Gradient, Precision, Updates
-from .collectives import Communication, ProcessGroups, Traffic
+from .collectives import Communication, Parts, ProcessGroups, Traffic
 from .ddp import Averaging
 from .group import Group
 from .hooks import tensors_in, untraced
@@ -544,6 +544,17 @@ class Runtime:
         for group in ahead:
             if group.due:
                 group.publish()
+
+    def share(self, name: str, parts: Parts, apply: Callable[[], None]) -> Ticket[None]:
+        """Put into the weights queue: to each replica what the others have made of a stack, then `apply`."""
+        communication = self.communication
+        assert communication is not None
+
+        def run() -> None:
+            communication.broadcast("publish", name, self.layout.column, parts)
+            apply()
+
+        return communication.weights.put("publish", name, run)
 
     def synchronize(self) -> None:
         """Publish all that is due, on all ranks, and wait for it."""

@@ -18,6 +18,7 @@ from ..checkpoint.hooks import first_state, install_optimizer_hooks, whole_state
 from ..engine import fsdp
 from ..engine.buffer import Update
 from ..engine.parameter import DedicatedParam, local_part
+from ..engine.queue import Ticket
 from ..engine.runtime import find_runtime
 from ..inspect import summary
 from ..scratch import Scratch
@@ -378,6 +379,7 @@ class Muon(Optimizer):
         """Phase 1. Returns what is to be published; the same parameters on all ranks."""
         updates: dict[DedicatedParam, Update] = {}
         scratch = Scratch(reuse=True)  # for this step: buffers serve one batch of matrices after the other
+        shared: list[Ticket[None]] = []  # stacks whose replicas share the work
         for group in self.param_groups:
             if group["algorithm"] != "muon":
                 continue
@@ -399,11 +401,9 @@ class Muon(Optimizer):
                     self._orthogonalize(batch, rule, settings, scratch, updates)
             for stack in group["params"]:
                 if id(stack) in self._stacks and stack.grad is not None:
-                    weight, momentum, gradient = map(
-                        local_part, (stack, self._stack_momentum(stack), stack.grad)
-                    )
-                    structure = self._stacks[id(stack)]
-                    update_stack(weight, momentum, gradient, structure, rule, settings, scratch)
+                    shared += self._update_stack(stack, rule, settings, scratch)
+        for ticket in shared:  # whoever reads these weights knows nothing of us
+            ticket.wait()
         return updates
 
     def _to_update(self, group: Mapping[str, Any]) -> list[DedicatedParam]:
@@ -484,6 +484,26 @@ class Muon(Optimizer):
         momentum = state["momentum_buffer"]
         param.check_momentum(momentum)
         return momentum._local_tensor
+
+    def _update_stack(
+        self, stack: torch.Tensor, rule: UpdateRule, settings: Settings, scratch: Scratch
+    ) -> list[Ticket[None]]:
+        """The matrices of a stack that lie here; under HSDP, this replica's part of them."""
+        assert stack.grad is not None
+        layout = self._runtime.layout
+        has_replicas = isinstance(stack, DTensor) and stack.device_mesh == layout.mesh
+        to_share = update_stack(
+            local_part(stack),
+            local_part(self._stack_momentum(stack)),
+            local_part(stack.grad),
+            self._stacks[id(stack)],
+            rule,
+            settings,
+            scratch,
+            replicas=layout.replicate_size if has_replicas else 1,
+            replica=layout.here.replicate,
+        )
+        return [self._runtime.share(self._names[id(stack)], *to_share)] if to_share is not None else []
 
     def _stack_momentum(self, param: torch.Tensor) -> torch.Tensor:
         """Of a stack: it lies as the parameter does."""

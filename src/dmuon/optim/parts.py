@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
+import torch
 from torch import Tensor
 
 from ..scratch import Scratch
@@ -57,6 +61,9 @@ def orthogonalize_parts(
     return batch
 
 
+Parts = list[tuple[int, Tensor]]  # by replica, what it sends to the others
+
+
 def update_stack(
     weight: Tensor,
     momentum: Tensor,
@@ -65,20 +72,54 @@ def update_stack(
     rule: UpdateRule,
     settings: Settings,
     scratch: Scratch,
-) -> None:
+    *,
+    replicas: int = 1,
+    replica: int = 0,
+) -> tuple[Parts, Callable[[], None]] | None:
     """Momentum, Newton-Schulz and update of the matrices that this rank holds of a stack; no collective.
 
     weight, momentum, gradient: [how many, ..., rows, cols], perhaps none; contiguous.
+    replicas, replica: how many ranks hold the same, and which of them this one is. They share the work.
+
+    Returns None if all is done. Of replicas: what has to be sent, and what updates the weight afterwards.
     """
     if not weight.numel():
-        return
+        return None
     shape = weight.shape[structure.stacked(weight.shape) :]
     weights, momenta, gradients = (t.view(-1, *shape) for t in (weight, momentum, gradient))
     scale = scale_of(structure, shape, rule.adjust_lr_fn)
     some = params_at_once(structure, shape, settings, momentum)
-    for w, m, g in zip(weights.split(some), momenta.split(some), gradients.split(some), strict=True):
-        batch = scratch.take(m.numel(), m.dtype, m.device).view(m.shape)
-        momentum_step(m, g, rule, out=batch)
-        result = orthogonalize_parts(batch, structure, rule.adjust_lr_fn, settings, scratch)
-        apply_update(w, result, None, rule, scale)
-        scratch.give_back(batch, *(() if result is batch else (result,)))
+    if replicas == 1:
+        for w, m, g in zip(weights.split(some), momenta.split(some), gradients.split(some), strict=True):
+            apply_update(w, _orthogonal(m, g, structure, rule, settings, scratch), None, rule, scale)
+        return None
+    share = -(-len(weights) // replicas)
+    dtype = settings.compute_dtype(momentum.dtype, momentum.device)
+    updates = torch.empty(weights.shape, dtype=dtype, device=weight.device)
+    for number, (u, m, g) in enumerate(
+        zip(updates.split(share), momenta.split(share), gradients.split(share), strict=True)
+    ):
+        if number != replica:
+            momentum_step(m, g, rule)  # theirs is the rest
+            continue
+        for mine, m_, g_ in zip(u.split(some), m.split(some), g.split(some), strict=True):
+            mine.copy_(_orthogonal(m_, g_, structure, rule, settings, scratch))
+    parts = [(number, u.view(-1)) for number, u in enumerate(updates.split(share))]
+    return parts, partial(apply_update, weights, updates, None, rule, scale)
+
+
+def _orthogonal(
+    momenta: Tensor,
+    gradients: Tensor,
+    structure: Structure,
+    rule: UpdateRule,
+    settings: Settings,
+    scratch: Scratch,
+) -> Tensor:
+    """Advance some momenta, and return the orthogonalized directions: a buffer from `scratch`, given back,
+    which is good until the next call."""
+    batch = scratch.take(momenta.numel(), momenta.dtype, momenta.device).view(momenta.shape)
+    momentum_step(momenta, gradients, rule, out=batch)
+    result = orthogonalize_parts(batch, structure, rule.adjust_lr_fn, settings, scratch)
+    scratch.give_back(batch, *(() if result is batch else (result,)))
+    return result
