@@ -13,8 +13,8 @@ from torch.distributed.checkpoint import state_dict as torchs
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 
 import dmuon
-from layouts import Model, Sizes, build, distribute, is_proj
-from models import agreed, assert_weights_close, full_weights, with_oracle
+from layouts import Model, Sizes, build, distribute, is_proj, loss_of
+from models import agreed, assert_weights_close, backward_both, full_weights, step_both, with_oracle
 from reference import ReferenceMuon
 from test_mistakes import raised
 
@@ -160,3 +160,60 @@ def order_of_a_set(sizes: Sizes) -> None:
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"ddp": 2}], ids=["dp2", "dp2-tp2", "ddp2"])
 def test_parameters_given_in_another_order_on_each_rank(ranks, sizes):
     ranks(4 if "tp" in sizes else 2, order_of_a_set, sizes)
+
+
+# What frameworks pass
+
+
+def given_as_to_torch(sizes: Sizes) -> None:
+    def no_decay(name: str) -> bool:
+        return "norm" in name or name.endswith("bias")
+
+    def two_groups(model: nn.Module, pairs: bool) -> list[dict[str, Any]]:
+        named = [(n, p) for n, p in model.named_parameters()]
+        groups = [
+            [pair for pair in named if not no_decay(pair[0])],
+            [pair for pair in named if no_decay(pair[0])],
+        ]
+        lists: list[list[Any]] = groups if pairs else [[p for _, p in group] for group in groups]
+        return [{"params": lists[0], "weight_decay": 0.1}, {"params": lists[1], "weight_decay": 0.0}]
+
+    forms: list[Callable[[nn.Module], Any]] = [
+        lambda model: model,
+        lambda model: model.parameters(),
+        lambda model: list(model.parameters()),
+        lambda model: model.named_parameters(),
+        lambda model: two_groups(model, False),
+        lambda model: two_groups(model, True),
+    ]
+    settings = {"lr": 0.05, "adamw_lr": 0.01}
+    for number, form in enumerate(forms):
+        torch.manual_seed(1)
+        model = Model()
+        decays = {} if number < 4 else {"weight_decay": 0.1, "adamw_weight_decay": 0.0}
+        oracle, reference = with_oracle(model, adamw_betas=(0.8, 0.9), **settings, **decays)
+        if decays:  # the head is AdamW's, and decays
+            head = [p for n, p in oracle.named_parameters() if n == "head.weight"]
+            group = reference.adamw.param_groups[0]
+            group["params"] = [p for p in group["params"] if p is not head[0]]
+            reference.adamw.add_param_group({"params": head, "weight_decay": 0.1})
+        distribute(model, sizes)
+        optimizer = dmuon.Muon(form(model), betas=(0.8, 0.9), **settings)
+        for group in optimizer.param_groups:
+            assert ("param_names" in group) == (number in (3, 5))
+        names = [name for group in optimizer.param_groups for name in group.get("param_names", ())]
+        assert not names or sorted(names) == sorted(name for name, _ in model.named_parameters())
+        for step in range(2):
+            backward_both(model, oracle, step, loss_of)
+            step_both(optimizer, reference)
+            oracle.zero_grad()  # of the group that was added, too
+        assert_weights_close(model, oracle)
+        optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="mixes dedicated parameters"):
+        dmuon.Muon([{"params": model.parameters(), "lr": 0.1}])
+    with pytest.raises(TypeError, match="param_groups goes with a model"):
+        dmuon.Muon(model.parameters(), param_groups=[])
+
+
+def test_the_optimizer_takes_what_torchs_take(ranks):
+    ranks(2, given_as_to_torch, {"dp": 2})

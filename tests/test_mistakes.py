@@ -104,6 +104,8 @@ def test_a_mesh_without_names_under_a_dtensor_is_refused(ranks):
     assert "mesh_dim_names" in message
 
 
-def test_parameters_in_place_of_the_model_are_refused():
-    with pytest.raises(TypeError, match=r"the model itself is wanted.*not a generator"):
+def test_what_is_no_model_and_no_parameters_of_one():
+    with pytest.raises(TypeError, match=r"the model itself is wanted, or its parameters.*not a int"):
+        dmuon.Muon(3)
+    with pytest.raises(ValueError, match="are of 0 models with dedicated parameters"):
         dmuon.Muon(torch.nn.Linear(2, 2).parameters())

@@ -24,6 +24,7 @@ from .checkpoint.state_dict import (
     to_torch_state_dict,
 )
 from .clip import clip_grad_norm_
+from .engine.parameter import DedicatedParam
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
@@ -35,6 +36,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AttentionHeads",
+    "DedicatedParam",
     "GradScaler",
     "Muon",
     "Structure",

@@ -79,6 +79,7 @@ class DedicatedParam:
         self.published: Version | None = None
         self.settle: Callable[[], None] = _nothing
         self.reduce_due: Callable[[], None] = _nothing
+        self.model: Callable[[], nn.Module | None] = lambda: None  # a weak reference, like that below
         self.has_plain_neighbours = False
         self.even_chunk: torch.Tensor | None = None
         self._epoch = 0

@@ -106,6 +106,8 @@ class Runtime:
         self._feeds = False  # the running backward gives gradients to weights
         self._fruitless = False  # one without reduction gave none
         model.__dict__[_ATTRIBUTE] = self
+        for param in params:
+            param.model = weakref.ref(model)
         attributes: dict[nn.Module, set[str]] = {}
         for param in params:
             attributes.setdefault(param.module, set()).add(param.attribute)
@@ -635,10 +637,7 @@ def find_runtime(model: nn.Module) -> Runtime:
         ValueError: if no module in it has been through `dedicate_params`, or several have.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"the model itself is wanted, a torch.nn.Module, not a {type(model).__name__}; parameters with "
-            "settings of their own go into param_groups"
-        )
+        raise TypeError(f"the model itself is wanted, a torch.nn.Module, not a {type(model).__name__}")
     found = [m.__dict__[_ATTRIBUTE] for m in model.modules() if _ATTRIBUTE in m.__dict__]
     if not found:
         raise ValueError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,64 @@ from torch.optim import AdamW
 from ..engine import fsdp
 from ..engine.agreement import gather_objects, ranks_of
 from ..engine.ddp import ddp_around
-from ..engine.runtime import Runtime
+from ..engine.parameter import record_of
+from ..engine.runtime import Runtime, find_runtime
 from ..selection import clean_name
 from .newton_schulz import resolve_coefficients
 from .update import check_rule
+
+_COMMON = {"params", "weight_decay", "maximize"}  # settings with one meaning for both algorithms
+
+
+def find_model(given: Any) -> tuple[nn.Module, list[dict[str, Any]] | None, bool]:
+    """The model, from what an optimizer is given: the model itself, or parameters in any form of torch's.
+
+    Returns:
+        The model; the groups, or None where the model was given; whether parameters came as pairs of a name
+        and a tensor.
+
+    Raises:
+        TypeError: for what is neither.
+        ValueError: for parameters of which none is dedicated, or of several models.
+    """
+    if isinstance(given, nn.Module):
+        return given, None, False
+    if isinstance(given, (str, torch.Tensor)) or not isinstance(given, Iterable):
+        raise TypeError(
+            f"the model itself is wanted, or its parameters in an iterable, not a {type(given).__name__}"
+        )
+    items = [given] if isinstance(given, Mapping) else list(given)
+    if not any(isinstance(item, Mapping) for item in items):
+        items = [{"params": items}]
+    groups: list[dict[str, Any]] = []
+    named = False
+    for group in items:
+        if not isinstance(group, Mapping) or "params" not in group:
+            raise ValueError(f'a parameter group must be a dict with an entry "params", got {group!r}')
+        params = group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        named = named or any(isinstance(param, tuple) for param in params)
+        groups.append({**group, "params": [p[1] if isinstance(p, tuple) else p for p in params]})
+    records = [record_of(param) for group in groups for param in group["params"]]
+    models = {id(m): m for m in (r.model() for r in records if r is not None) if m is not None}
+    if len(models) != 1:
+        raise ValueError(
+            f"the parameters given to dmuon.Muon are of {len(models)} models with dedicated parameters, not "
+            "of one: call dmuon.dedicate_params(model, mesh) first, collect the parameters after it and "
+            "after fully_shard, and build an optimizer for each model"
+        )
+    model = next(iter(models.values()))
+    muons = {id(stack.param) for stack in find_runtime(model).stacks}
+    split = []
+    for group in groups:
+        parts: dict[bool, list] = {True: [], False: []}
+        for param in group["params"]:
+            parts[record_of(param) is not None or id(param) in muons].append(param)
+        if set(group) <= _COMMON and all(parts.values()):
+            split += [{**group, "params": part} for part in parts.values()]
+        else:  # with a learning rate for both, it is refused later
+            split.append(group)
+    return model, split, named
 
 
 def find_parameters(

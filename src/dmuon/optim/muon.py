@@ -32,6 +32,7 @@ from .groups import (
     check_dtype,
     check_membership,
     check_muon,
+    find_model,
     find_parameters,
 )
 from .metrics import measure
@@ -84,7 +85,10 @@ class Muon(Optimizer):
     schedulers and logging: each has an entry `algorithm`, "muon" or "adamw". By default there is one of each.
 
     Args:
-        model: the model that went through `dedicate_params`; trainable parameters only are optimized.
+        model: the model that went through `dedicate_params`; trainable parameters only are optimized. Or, as
+            for torch's optimizers, parameters, `(name, parameter)` pairs or groups of either, collected after
+            `fully_shard`: the model is found by them, and no others are optimized. A group of both kinds is
+            made two, if it has no settings but a `weight_decay`.
         lr: learning rate of Muon, before the scale of `adjust_lr_fn`.
         momentum: in [0, 1).
         weight_decay: decoupled, for dedicated matrices.
@@ -119,11 +123,12 @@ class Muon(Optimizer):
             be done, "never" nowhere.
         adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA
             and CPU.
+        betas: another name of `adamw_betas`, which frameworks use.
         ns_backend: how Newton-Schulz computes products with a symmetric result: "full", "panels", "quack",
             "triton", or "auto" for the fastest on the device; see `dmuon.optim.products`.
 
     Raises:
-        TypeError: for a `model` that is no module.
+        TypeError: for a `model` that is neither a module nor parameters.
         ValueError: for settings out of range, by name; for a model without dedicated parameters; for
             parameters that are not the model's; for base parameters that nothing keeps equal across ranks;
             for a `fully_shard` over other ranks than the dedicated parameters'.
@@ -133,7 +138,7 @@ class Muon(Optimizer):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Iterable[Any],
         lr: float | torch.Tensor = 0.02,
         momentum: float = 0.95,
         weight_decay: float = 0.0,
@@ -157,7 +162,12 @@ class Muon(Optimizer):
         tp_distributed_gram_policy: GramPolicy = "beneficial",
         adamw_fused: bool | None = None,
         ns_backend: Backend = "auto",
+        betas: tuple[float, float] | None = None,
     ) -> None:
+        model, given, self._has_names = find_model(model)
+        if given is not None and param_groups is not None:
+            raise TypeError("param_groups goes with a model; parameters and groups were given in its place")
+        adamw_betas = adamw_betas if betas is None else betas
         self._runtime = find_runtime(model)
         self._runtime.check()
         fsdp.reshard(model)
@@ -202,7 +212,7 @@ class Muon(Optimizer):
         if gram_policy != "never":
             check_triples(resolve_coefficients(ns_coefficients, ns_steps))
         check_averaged(model, self._runtime)
-        super().__init__(self._complete_groups(param_groups or ()), {})
+        super().__init__(self._complete_groups(param_groups or ()) if given is None else given, {})
         self._complete = True
         # What torch's schedulers ask for (OneCycleLR, CyclicLR), no more: groups have defaults of their own.
         self.defaults = {"momentum": momentum}
@@ -260,7 +270,7 @@ class Muon(Optimizer):
             )
         is_muon = dedicated == {True}
         defaults = self._muon_defaults if is_muon else self._adamw_defaults
-        unknown = set(group) - set(defaults) - {"params", "algorithm", "initial_lr", "name"}
+        unknown = set(group) - set(defaults) - {"params", "algorithm", "initial_lr", "name", "param_names"}
         if unknown:
             raise ValueError(
                 f"unknown settings {sorted(unknown)} in a parameter group of "
@@ -271,6 +281,8 @@ class Muon(Optimizer):
         if is_muon:
             dtype = self._compute_dtype(self._settings(group))
             check_available(self.ns_backend, dtype, self._runtime.layout.device)
+        if self._has_names:  # as torch's optimizers that were given pairs
+            group["param_names"] = [self._names[id(param)] for param in group["params"]]
         super().add_param_group(group)
         if not is_muon:  # torch fills in from `defaults`
             self.param_groups[-1].pop("momentum", None)
