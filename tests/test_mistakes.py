@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 import dmuon
 from layouts import Model, Sizes, build, distribute, loss_of
@@ -109,3 +110,14 @@ def test_what_is_no_model_and_no_parameters_of_one():
         dmuon.Muon(3)
     with pytest.raises(ValueError, match="are of 0 models with dedicated parameters"):
         dmuon.Muon(torch.nn.Linear(2, 2).parameters())
+
+
+def wrapped_weight(sizes: Sizes) -> str:
+    model = Model()
+    weight = model.layers[0].up_proj.weight.detach()
+    model.layers[0].up_proj.weight = nn.Parameter(TwoTensor(weight, weight.clone()))
+    return raised(ValueError, dmuon.dedicate_params, model, init_device_mesh("cpu", tuple(sizes.values())))
+
+
+def test_a_weight_of_a_tensor_class_of_its_own_is_refused(ranks):
+    assert agreed(ranks, {"dp": 1}, wrapped_weight).startswith("layers.0.up_proj.weight is a TwoTensor")

@@ -17,6 +17,7 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .checkpoint.hooks import install_model_hooks
 from .engine import fsdp
@@ -422,6 +423,14 @@ def _check(chosen: list[Candidate], model: nn.Module) -> None:
         if param.ndim < 2:
             shape = tuple(param.shape)
             raise ValueError(f"{name} has shape {shape}; only matrices, and stacks of them, can be dedicated")
+        if is_traceable_wrapper_subclass(
+            mine := param._local_tensor if isinstance(param, DTensor) else param
+        ):
+            raise ValueError(
+                f"{name} is a {type(mine).__name__}, a tensor class of its own (such as torchao's quantized "
+                "weights), which would be lost when it is dedicated. Leave it out by predicate, or convert "
+                "no matrix that Muon is to train."
+            )
         if not param.is_floating_point():
             raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
 
