@@ -286,7 +286,7 @@ def plain(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.mark.always("tp-full", "ddp-sharded")
+@pytest.mark.always("fsdp-full", "ddp-sharded")
 @pytest.mark.parametrize("full", [False, True], ids=["sharded", "full"])
 @pytest.mark.parametrize("form", ["fsdp", "tp", "ddp"])
 def test_fabric(ranks, form, full):

@@ -21,6 +21,7 @@ from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed import utils as dist_utils
+from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
@@ -65,6 +66,13 @@ def loss_on(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten(), reduction="sum")
 
 
+def sum_in_gloo(model: nn.Module) -> None:
+    """Else FSDP2 scales inside of the reductions, which gloo cannot."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+
+
 class Run:
     """As Trainer sets up and trains: the model on meta, sharded, initialised, and then its optimizer."""
 
@@ -87,9 +95,7 @@ class Run:
             ac_config=None,
             dump_folder="",
         )
-        for module in self.model.modules():  # else FSDP2 scales inside of gloo's reductions, which cannot
-            if isinstance(module, FSDPModule):
-                module.set_force_sum_reduction_for_comms(True)
+        sum_in_gloo(self.model)
         self.model.to_empty(device="cpu")
         torch.manual_seed(3)
         with torch.no_grad():
@@ -172,7 +178,7 @@ def trained(sizes: dict[str, int]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.always("tp")
+@pytest.mark.always("fsdp")
 @pytest.mark.parametrize(
     "sizes",
     [
@@ -195,6 +201,95 @@ def test_training(ranks, sizes):
         assert found["trained"] <= 1e-5, found
         assert found["norms"] <= 1e-5, found
         assert found["resumed"] <= 1e-6, found
+
+
+def pipelined() -> dict[str, Any]:
+    """Two stages on two ranks each, by torchtitan's own `pipeline_llm`."""
+    parallelism = ParallelismConfig(
+        spmd_backend="partial_dtensor",
+        pipeline_parallel_degree=2,
+        data_parallel_shard_degree=2,
+        pipeline_parallel_schedule="1F1B",
+        pipeline_parallel_microbatch_size=1,
+    )
+    dist_utils.set_spmd_backend("partial_dtensor")
+    training = TrainingConfig(
+        mixed_precision_param="float32", mixed_precision_reduce="float32", local_batch_size=2
+    )
+    with mock.patch.object(parallel_dims, "device_type", "cpu"):
+        dims = ParallelDims.from_config(parallelism, dist.get_world_size())
+        dims.build_mesh()
+    config = configuration(parallelism)
+    with torch.device("meta"):
+        model = config.build()
+
+    def loss(logits: torch.Tensor, tokens: torch.Tensor, **rest: Any) -> torch.Tensor:
+        labels = tokens[:, 1:].flatten()
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / 24
+
+    schedule, parts, has_first, has_last = pipeline_llm(
+        model,
+        parallel_dims=dims,
+        training=training,
+        parallelism=parallelism,
+        compile_config=CompileConfig(enable=False),
+        ac_config=None,
+        dump_folder="",
+        device=torch.device("cpu"),
+        model_config=config,
+        parallelize_fn=dedicating(llama3.parallelize_llama),
+        loss_fn=loss,
+    )
+    for part in parts:
+        sum_in_gloo(part)
+        part.to_empty(device="cpu")
+        with torch.no_grad():
+            part.init_weights(buffer_device=None)
+    optimizers = MuonContainer.Config(settings={"lr": 0.02, "adamw_lr": 1e-3}).build(model_parts=parts)
+    start = configuration(parallelism).build()
+    everything: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everything, [whole_weights(part) for part in parts])
+    start.load_state_dict({k: v for parts_ in everything for w in parts_ for k, v in w.items()}, strict=False)
+    replica = dims.get_mesh("fsdp").get_local_rank()
+    batches, norms = [], []
+    for step in range(2):
+        both = [tokens_of(10 * step + r) for r in range(2)]
+        batches.append(both)
+        optimizers.zero_grad()
+        schedule.step(
+            arg_mbs=[(row[None, :-1],) for row in both[replica]] if has_first else None,
+            kwarg_mbs=[{} for _ in both[replica]],
+            target_mbs=[row[None] for row in both[replica]] if has_last else None,
+            losses=[] if has_last else None,
+            return_outputs=False,
+        )
+        params = [param for part in parts for param in part.parameters()]
+        norms.append(
+            float(dist_utils.clip_grad_norm_(params, 0.5, foreach=True, pp_mesh=dims.get_mesh("pp")))
+        )
+        optimizers.step()
+    mine = {name: value for part in parts for name, value in whole_weights(part).items()}
+    chosen: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(chosen, [name for part in parts for name in dedicated_names(part)])
+    expected, right = train_alone(
+        start,
+        {name for names in chosen for name in names},
+        batches,
+        loss=lambda model, tokens: loss_on(model, tokens) / 12,
+        max_norm=0.5,
+    )
+    return {
+        "trained": difference(mine, {name: expected[name] for name in mine}),
+        "norms": max(abs(a - b) for a, b in zip(norms, right, strict=True)),
+    }
+
+
+@pytest.mark.combination
+def test_pipelining(ranks):
+    results = ranks(4, pipelined, timeout=150)
+    note("torchtitan", "partial_dtensor, PP x FSDP2, 1F1B", results[0])
+    for found in results:
+        assert max(found.values()) <= 1e-5, found
 
 
 def test_a_config_line():

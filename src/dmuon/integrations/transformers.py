@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.nn as nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
 
 from ..engine.runtime import find_runtime
 from ..optim.muon import Muon
@@ -103,6 +104,11 @@ class _ConsolidateBeforeSaving(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """After the callbacks of Trainer that decide whether to save."""
         if control.should_save and not args.save_only_model:
+            self._optimizer.consolidate_state_dict()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Where the evaluation decides whether to save."""
+        if args.save_strategy == SaveStrategy.BEST and not args.save_only_model:
             self._optimizer.consolidate_state_dict()
 
     def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
