@@ -182,6 +182,8 @@ def refused() -> None:
     groups = [{"params": ["norm.weight", "norm.bias"], "lr": 0.5}]
     optimizer = muon(model, param_groups=groups, lr=0.03)
     assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.03, 1e-3]
+    with pytest.raises(RuntimeError, match=r"step\(\) before Accelerator.prepare"):
+        optimizer.step()
     model, optimizer = accelerator.prepare(model, optimizer)
     names = {id(param): name for name, param in model.named_parameters()}
     in_groups = [[names[id(param)] for param in group["params"]] for group in optimizer.param_groups]

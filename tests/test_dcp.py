@@ -126,6 +126,24 @@ def test_a_state_is_assigned_to_a_model_on_meta(ranks, mesh):
     assert found["trained"] <= 1e-5
 
 
+def chunks_written_by_hand() -> None:
+    """As code for FSDP2's shards would; in between, whole values are written without a word."""
+    model = spread(seeded(1, Model), {"dp": 2})
+    dmuon.Muon(model)
+    param = model.layers[0].q_proj.weight
+    with torch.no_grad():
+        param.to_local().mul_(1.0)
+        assert param.to_local().sum().ndim == 0
+        param.to_local().copy_(torch.zeros(param.shape[0] // 2, param.shape[1]))
+    with pytest.raises(RuntimeError, match=r"a chunk of layers\.0\.q_proj\.weight .* nothing was written"):
+        loss_of(model, 1)
+    loss_of(model, 1).backward()
+
+
+def test_chunks_written_by_hand_are_refused(ranks):
+    ranks(2, chunks_written_by_hand)
+
+
 def written_for_others(sizes: dict[str, int]) -> dict[str, float]:
     """`dcp_to_torch_save` and safetensors, read by a plain model; safetensors read back."""
     folder = [tempfile.mkdtemp()]

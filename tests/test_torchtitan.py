@@ -223,9 +223,9 @@ def pipelined() -> dict[str, Any]:
     with torch.device("meta"):
         model = config.build()
 
-    def loss(logits: torch.Tensor, tokens: torch.Tensor, **rest: Any) -> torch.Tensor:
+    def loss(logits: torch.Tensor, tokens: torch.Tensor, **rest: Any) -> tuple[torch.Tensor, dict]:
         labels = tokens[:, 1:].flatten()
-        return nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / 24
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels, reduction="sum") / 24, {}
 
     schedule, parts, has_first, has_last = pipeline_llm(
         model,
@@ -257,9 +257,8 @@ def pipelined() -> dict[str, Any]:
         batches.append(both)
         optimizers.zero_grad()
         schedule.step(
-            arg_mbs=[(row[None, :-1],) for row in both[replica]] if has_first else None,
-            kwarg_mbs=[{} for _ in both[replica]],
-            target_mbs=[row[None] for row in both[replica]] if has_last else None,
+            *([both[replica][:, :-1]] if has_first else []),
+            target=both[replica] if has_last else None,
             losses=[] if has_last else None,
             return_outputs=False,
         )

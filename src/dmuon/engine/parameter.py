@@ -248,6 +248,21 @@ class DedicatedParam:
             raise RuntimeError(f"some ranks have been given {self.param_name} to load, others have not")
         return wrap_local(chunk, self.full_shape, self.mesh, self.weight_placements)
 
+    def check_written(self) -> None:
+        """Refuse to go on with even chunks that were put aside and never loaded; no collective.
+
+        Raises:
+            RuntimeError: on every rank, but where every rank keeps the whole and it has been written.
+        """
+        if self.even_chunk is None:
+            return
+        self.even_chunk = None
+        if self.layout.shard_size > 1 or self.is_cut:
+            raise RuntimeError(
+                f"a chunk of {self.param_name} as FSDP2 would cut it was copied into to_local(), but it is "
+                "whole on its owner, so nothing was written. Write to it inside dmuon.as_sharded(model)."
+            )
+
     def materialize(self) -> None:
         """Give a weight on the meta device memory, as `module.to_empty` would."""
         empty = torch.empty_like(self.resting, device=self.layout.device)

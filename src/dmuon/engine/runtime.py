@@ -237,6 +237,8 @@ class Runtime:
         if self._in_backward:
             return
         self._presence.check_places()
+        for param in self.params:
+            param.check_written()
         if torch.is_grad_enabled():
             self.averaging.check_forward()
         self._end_of_order()
@@ -519,6 +521,8 @@ class Runtime:
             RuntimeError: where it would ignore gradients, or a module has been replaced.
         """
         self._presence.check(may_be_removed=True)
+        for param in self.params:
+            param.check_written()
         self.reduce_due()
         self.check_reduced()
         for group in self.groups:

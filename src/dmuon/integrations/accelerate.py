@@ -88,8 +88,15 @@ class LateMuon(Muon):
         Optimizer.__init__(self, _groups_to_come(model, settings), {})
         # accelerate puts new lists in their place, at the end of `prepare`.
         self._given = [group["params"] for group in self.__dict__["param_groups"]]
-        self.register_step_pre_hook(lambda optimizer, args, kwargs: self._be())
+        self.register_step_pre_hook(lambda optimizer, args, kwargs: self._check())
         self.defaults = {"momentum": settings.get("momentum", 0.95)}
+
+    def _check(self) -> None:
+        self._be()
+        if self._waiting:
+            raise RuntimeError(
+                "step() before Accelerator.prepare: give prepare the model and this optimizer, in one call"
+            )
 
     def _be(self) -> None:
         """Become complete, if the model has been wrapped and accelerate has exchanged parameters."""
