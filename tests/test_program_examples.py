@@ -36,7 +36,7 @@ def test_scripts(launcher, script, shows):
         [*launcher, str(FOLDER / name), *options],
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=280,
         env=environment,
         check=False,
     )
