@@ -78,7 +78,10 @@ class Experts(nn.Module):
         if self.mesh is None:
             return answers
         return (
-            DTensor.from_local(answers, self.mesh, [Partial()]).redistribute(placements=[Shard(0)]).to_local()
+            DTensor.from_local(answers, self.mesh, [Partial()])
+            .redistribute(placements=[Shard(0)])
+            .to_local()
+            .clone()
         )
 
 
