@@ -14,6 +14,7 @@ from lightning.fabric.plugins.environments import ClusterEnvironment
 from lightning.fabric.strategies import DDPStrategy as FabricDDP
 from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallel
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import grad_norm
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -296,3 +297,24 @@ def test_fabric(ranks, form, full):
         assert result["trained"] <= 1e-5
         assert result["norms"] <= 1e-5
         assert result["resumed"] <= 1e-6
+
+
+def norms_of_dtensors() -> None:
+    """Lightning's `grad_norm` takes no DTensors, with dmuon or without."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    for dedicate in (True, False):
+        model = seeded(build=Model)
+        if dedicate:
+            dmuon.dedicate_params(model, mesh)
+        fully_shard(model, mesh=mesh)
+        loss_on(model, tokens_of(0)).backward()
+        with pytest.raises(RuntimeError, match="data is not allocated"):
+            grad_norm(model, 2)
+        assert torch.isfinite(dmuon.clip_grad_norm_(model, float("inf")))
+
+
+def test_grad_norm(ranks):
+    ranks(2, norms_of_dtensors)
+    note(
+        "lightning", "grad_norm under FSDP2", "by Lightning, of any DTensor; dmuon.clip_grad_norm_ returns it"
+    )
