@@ -197,7 +197,7 @@ def several_models() -> None:
 
 
 def test_another_model_on_the_same_mesh_makes_no_process_groups(ranks):
-    ranks(4, several_models)
+    ranks(4, several_models, fresh=True)
 
 
 def as_few_as_possible() -> list[int]:
@@ -213,7 +213,7 @@ def as_few_as_possible() -> list[int]:
 
 
 def test_each_queue_has_one_for_the_row_one_for_the_column_and_one_for_the_pieces(ranks):
-    assert ranks(4, as_few_as_possible) == [[2, 4, 4, 2, 4]] * 4
+    assert ranks(4, as_few_as_possible, fresh=True) == [[2, 4, 4, 2, 4]] * 4
 
 
 def connect_all() -> None:
@@ -227,7 +227,7 @@ def connect_all() -> None:
 
 
 def test_all_process_groups_can_be_connected_in_one_order(ranks):
-    ranks(4, connect_all)
+    ranks(4, connect_all, fresh=True)
 
 
 def one_wants_another_number(sizes: Sizes) -> None:
@@ -242,7 +242,7 @@ def one_wants_another_number(sizes: Sizes) -> None:
 
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"replicate": 2, "shard": 2}, {"dp": 2, "tp": 2}], ids=str)
 def test_ranks_that_do_not_agree_on_process_groups_find_out(ranks, sizes):
-    ranks(4, one_wants_another_number, sizes, timeout=20)
+    ranks(4, one_wants_another_number, sizes, timeout=20, fresh=True)
 
 
 def one_chooses_otherwise(sizes: Sizes) -> None:
@@ -273,7 +273,7 @@ def some_have_more() -> None:
 
 
 def test_some_ranks_may_have_process_groups_of_their_own(ranks):
-    ranks(4, some_have_more, timeout=20)
+    ranks(4, some_have_more, timeout=20, fresh=True)
 
 
 # Meshes whose ranks do not ascend
@@ -346,7 +346,7 @@ def share_them() -> list[int]:
 
 
 def test_shared_process_groups_make_no_new_ones(ranks):
-    assert ranks(4, share_them) == [[0] * 5] * 4
+    assert ranks(4, share_them, fresh=True) == [[0] * 5] * 4
 
 
 def timeouts() -> list[float]:
