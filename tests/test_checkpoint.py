@@ -139,6 +139,7 @@ def full_state_dicts(shape: tuple[int, ...]) -> None:
     assert all(torch.equal(w, full_weights(model)[name]) for name, w in full_weights(other).items())
 
 
+@pytest.mark.always("(2, 2)")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 def test_full_state_dicts_and_torchs_own_methods(ranks, shape):
     ranks(4, full_state_dicts, shape)

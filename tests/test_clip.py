@@ -167,6 +167,7 @@ def train(sizes: dict[str, int], expected_all_reduces: int) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp-tp", "ddp", "fsdp")
 @pytest.mark.parametrize(("sizes", "expected_all_reduces"), MESHES)
 def test_training_equals_the_oracle_with_torchs_clipping(ranks, sizes, expected_all_reduces):
     ranks(4, train, sizes, expected_all_reduces)
@@ -332,6 +333,7 @@ def any_placements(dtype: torch.dtype) -> None:
             torch.testing.assert_close(found, clipped, atol=0, rtol=close)
 
 
+@pytest.mark.always("torch.float32")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
 def test_any_placements(ranks, dtype):
     ranks(4, any_placements, dtype)
@@ -411,6 +413,7 @@ def one_ranks_data_is_infinite(sizes: dict[str, int]) -> None:
     assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("{'dp': 2, 'tp': 2}", "{'ddp': 4}")
 @pytest.mark.parametrize("sizes", [case.values[0] for case in MESHES], ids=str)
 def test_one_ranks_data_is_infinite(ranks, sizes):
     ranks(4, one_ranks_data_is_infinite, sizes)

@@ -411,6 +411,7 @@ def swap_in_an_average(sizes: dict[str, int]) -> None:
     assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp2x1-tp2", "ddp4")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_an_average_that_is_swapped_in(ranks, sizes):
     ranks(4, swap_in_an_average, sizes)

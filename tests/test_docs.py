@@ -428,6 +428,7 @@ SETUPS = [
 ]
 
 
+@pytest.mark.always("dp2-tp2", "hsdp2x1-tp2", "ddp2-tp2")
 @pytest.mark.parametrize(("set_up", "sizes"), SETUPS)
 def test_the_usual_calls_train_as_one_process(ranks, set_up, sizes):
     by_rank = ranks(4, train_two_steps, set_up, sizes)

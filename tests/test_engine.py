@@ -715,6 +715,7 @@ def clip(sizes: Sizes, max_norm: float) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("{'dp': 4}-100.0", "{'replicate': 2, 'shard': 2}-0.05")
 @pytest.mark.parametrize("max_norm", [0.05, 100.0])
 @pytest.mark.parametrize("sizes", [{"dp": 4}, {"replicate": 2, "shard": 2}], ids=str)
 def test_torchs_own_clipping(ranks, sizes, max_norm):

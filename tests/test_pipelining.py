@@ -119,6 +119,12 @@ def train(sizes: dict[str, int], schedule_name: str, clip: float | None) -> tupl
     return worst, norms
 
 
+@pytest.mark.always(
+    "fsdp2-ScheduleGPipe",
+    "hsdp-Schedule1F1B",
+    "tp-ScheduleInterleaved1F1B",
+    "fsdp2-ScheduleInterleaved1F1B",
+)
 @pytest.mark.parametrize("schedule", ["ScheduleGPipe", "Schedule1F1B", "ScheduleInterleaved1F1B"])
 @pytest.mark.parametrize("sizes", MESHES)
 def test_a_pipeline_equals_the_oracle(ranks, sizes, schedule):
