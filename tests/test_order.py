@@ -205,6 +205,7 @@ def groups_with_gradients(sizes: Sizes) -> list[set[str]]:
         train(model, optimizer, rank, steps=2)
     finally:
         Buffer.take_gradients, Buffer._pack, Ticket.wait = real_take, real_pack, real_wait
+        queue.on_put = None  # other models have the same queue
     return seen
 
 
