@@ -99,6 +99,7 @@ def train(sizes: dict[str, int], wrap: Wrap, when: str) -> int:
     return backend.frame_count
 
 
+@pytest.mark.always("compiled-first", "in_place-last")
 @pytest.mark.parametrize(
     ("wrap", "when"),
     [
@@ -114,6 +115,7 @@ def test_each_layer_is_one_graph(ranks, wrap, when):
     assert all(1 <= graphs <= 2 for graphs in ranks(2, train, {"dp": 2}, wrap, when))
 
 
+@pytest.mark.always("recomputed_inside", "not_reentrant")
 @pytest.mark.parametrize(
     "wrap", [recomputed_inside, recomputed_outside, reentrant, not_reentrant], ids=lambda fn: fn.__name__
 )

@@ -103,9 +103,9 @@ def moved(sizes: dict[str, int], ratio: float, gram: dict[str, Any]) -> dict[str
     }
 
 
+@pytest.mark.always("{'dp': 2, 'tp': 2}-4")
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4, 5, 6, 8])
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}], ids=str)
-@pytest.mark.always("4", "7")
 def test_used_exactly_where_it_moves_fewer_bytes(ranks, sizes, ratio):
     tp = sizes["tp"]
     never = ranks(4, moved, sizes, ratio, {})[0]
@@ -202,6 +202,7 @@ def momentum_is_the_same(sizes: dict[str, int]) -> None:
                 assert difference.numel() == 0 or difference.abs().max() < 1e-6, (form, name, key)
 
 
+@pytest.mark.always("{'ddp': 2, 'tp': 2}")
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"ddp": 2, "tp": 2}], ids=str)
 def test_the_momentum_is_the_same_in_a_state_dict(ranks, sizes):
     ranks(4, momentum_is_the_same, sizes)
@@ -230,6 +231,7 @@ def muon_built_late(sizes: dict[str, int]) -> None:
     loss.backward()
 
 
+@pytest.mark.always("{'dp': 2, 'tp': 2}")
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"ddp": 2, "tp": 2}], ids=str)
 def test_an_optimizer_built_after_a_forward(ranks, sizes):
     ranks(4, muon_built_late, sizes)

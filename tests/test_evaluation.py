@@ -78,6 +78,7 @@ def evaluate_between_steps(sizes: Sizes, reshard: bool) -> None:
     assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp2x2-while_used")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_evaluation_between_steps(ranks, sizes, reshard):
     ranks(4, evaluate_between_steps, sizes, reshard)
@@ -106,6 +107,7 @@ def loss_in_between(sizes: Sizes, reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp4-while_used")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_evaluation_between_forward_and_backward(ranks, sizes, reshard):
     ranks(4, loss_in_between, sizes, reshard)

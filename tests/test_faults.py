@@ -149,6 +149,7 @@ def goes_on(ranks: Ranks, sizes: Sizes, path: Path, tmp_path: Path, **kwargs: An
         assert torch.equal(weight, uninterrupted[name]), name
 
 
+@pytest.mark.always("exchange-0")
 @pytest.mark.parametrize(
     ("phase", "victim"),
     [("forward", 1), ("backward", 2), ("exchange", 0), ("step", 3), ("save", 1), ("save", 2), ("any", 3)],
@@ -162,6 +163,7 @@ def test_a_rank_dies(ranks, tmp_path, phase, victim):
     goes_on(ranks, sizes, path, tmp_path)
 
 
+@pytest.mark.always("backward-2")
 @pytest.mark.parametrize(("phase", "victim"), [("forward", 1), ("backward", 2), ("step", 3)])
 def test_where_all_collectives_are_ours_they_are_named(ranks, tmp_path, phase, victim):
     sizes, path = {"ddp": 4}, tmp_path / "run"

@@ -176,6 +176,7 @@ def run_all(sizes: dict[str, int], shape: tuple[int, int]) -> list[dict[str, Any
     return [run(sizes, shape, variant) for variant in variants_of(sizes, shape)]
 
 
+@pytest.mark.always("hsdp2x1-tp2-uneven", "dp4-uneven", "hsdp2x2-uneven", "ddp4-uneven", "dp2-tp2-even")
 @pytest.mark.parametrize("shape", [EVEN, UNEVEN], ids=["even", "uneven"])
 @pytest.mark.parametrize("sizes", MESHES + MESHES_WITHOUT_TP + DDP_MESHES)
 def test_collectives_bytes_and_memory_are_those_of_the_formulas(ranks, sizes, shape):

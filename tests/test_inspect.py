@@ -202,6 +202,7 @@ def whole_values(shape: tuple[int, ...], reshard: bool, asynchronous: bool) -> N
         values = after
 
 
+@pytest.mark.always("(2, 2)", "(1,)")
 @pytest.mark.parametrize("shape", MESHES, ids=str)
 def test_full_tensor(ranks, shape):
     world = shape[0] * (shape[1] if len(shape) == 2 else 1)

@@ -43,6 +43,7 @@ def train(sizes: Sizes, reshard: bool, layer: int, zero_by_model: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp4-0-True", "dp2-tp2-2-True")
 @pytest.mark.parametrize("zero_by_model", [False, True])
 @pytest.mark.parametrize("layer", [0, 2])
 @pytest.mark.parametrize("sizes", LAYOUTS)

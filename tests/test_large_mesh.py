@@ -47,6 +47,7 @@ def run(sizes: dict[str, int], rank: int) -> dict:
     return {"owners": owners, "moved": moved, "kept": list(kept(model, optimizer))}
 
 
+@pytest.mark.always("hsdp")
 @pytest.mark.parametrize("sizes", [HSDP, DDP], ids=["hsdp", "ddp"])
 def test_one_rank_of_many_does_as_planned(sizes):
     plan = planned(sizes)

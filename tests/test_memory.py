@@ -118,6 +118,7 @@ def after_a_step(sizes: Sizes) -> list[tuple[str, dict[str, int], int]]:
     return seen
 
 
+@pytest.mark.always("hsdp2x2", "ddp4")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_after_a_step_a_rank_keeps_what_it_owns(ranks, sizes):
     answers = ranks(4, after_a_step, sizes)
@@ -196,6 +197,7 @@ def weights_of_an_iteration(sizes: Sizes) -> list[tuple[str, int, int, int]]:
     return seen
 
 
+@pytest.mark.always("ddp2-tp2")
 @pytest.mark.parametrize("sizes", [{"ddp": 4}, {"ddp": 2, "tp": 2}], ids=["ddp4", "ddp2-tp2"])
 def test_under_ddp_there_is_no_second_copy_of_a_weight_at_any_time(ranks, sizes):
     for seen in ranks(4, weights_of_an_iteration, sizes):

@@ -62,6 +62,7 @@ def recorded_phases(sizes: Sizes) -> tuple[dict[str, int], dict[str, int]]:
     return counted, {phase: phases.count(phase) for phase in phases}
 
 
+@pytest.mark.always("sizes1")
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"replicate": 2, "shard": 2}, {"ddp": 2, "tp": 2}])
 def test_every_collective_inside_the_block_is_recorded(ranks, sizes):
     for counted, recorded in ranks(4, recorded_phases, sizes):

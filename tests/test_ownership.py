@@ -227,6 +227,7 @@ def seconds_of(matrices: list[Matrix], slots: int) -> float:
     return time.process_time() - start
 
 
+@pytest.mark.always("kimi-k2-16384")
 @pytest.mark.parametrize(
     ("name", "slots"), [("llama-3-405b", 16_384), ("llama-3-405b", 64), ("kimi-k2", 16_384), ("kimi-k2", 64)]
 )

@@ -78,6 +78,7 @@ def train(sizes: dict[str, int], steps: int, *, masters: bool) -> None:
         assert optimizer.state[param.resting]["momentum_buffer"].dtype == torch.float32
 
 
+@pytest.mark.always("dp4")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_hundred_small_steps_of_a_bfloat16_model(ranks, sizes):
     ranks(4, train, sizes, 100, masters=True)

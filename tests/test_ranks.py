@@ -105,9 +105,9 @@ def gather_product(extra_mesh: bool) -> list[float]:
     return doubled.redistribute(mesh, [Replicate()]).to_local().tolist()
 
 
-def test_meshes_of_an_earlier_call_are_forgotten(ranks: Ranks) -> None:
+def test_meshes_of_an_earlier_world_are_forgotten(ranks: Ranks) -> None:
     for extra_mesh in (True, False, True):
-        assert ranks(4, gather_product, extra_mesh) == [[0.0, 2.0, 4.0, 6.0]] * 4
+        assert ranks(4, gather_product, extra_mesh, fresh=True) == [[0.0, 2.0, 4.0, 6.0]] * 4
 
 
 def fails_on(*failing: int) -> int:

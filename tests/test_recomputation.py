@@ -43,6 +43,7 @@ def recompute(sizes: Sizes, reshard: bool, reentrant: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp4-while_used-False", "ddp2-tp2-True")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("sizes", "reshard"), FEWER)
 def test_activation_checkpointing(ranks, sizes, reshard, reentrant):
@@ -92,6 +93,7 @@ def recompute_inside(sizes: Sizes, reshard: bool, reentrant: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp4-while_used-True", "ddp2-tp2-False")
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize(("sizes", "reshard"), FEWER)
 def test_activation_checkpointing_inside_a_layer(ranks, sizes, reshard, reentrant):
@@ -187,12 +189,14 @@ def count_recomputations(model: nn.Module) -> list[str]:
     return seen
 
 
+@pytest.mark.always("dp4-inside", "ddp2-tp2-around")
 @pytest.mark.parametrize("inside", [False, True], ids=["around", "inside"])
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_selective_checkpointing(ranks, sizes, inside):
     ranks(4, recompute_some, sizes, inside)
 
 
+@pytest.mark.always("{'dp': 2, 'tp': 2}")
 @pytest.mark.parametrize("sizes", [{"dp": 2, "tp": 2}, {"ddp": 2, "tp": 2}], ids=str)
 def test_selective_checkpointing_with_distributed_gram(ranks, sizes):
     """Products of the update, which a forward may have to wait for, are not those of the layer."""

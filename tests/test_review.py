@@ -102,6 +102,7 @@ def preallocated(sizes: dict[str, int], in_pieces: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp-tp-in_pieces", "ddp4-whole", "dp4-whole")
 @pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "in_pieces"])
 @pytest.mark.parametrize("sizes", [*ALL, pytest.param(HSDP_TP, id="hsdp-tp")])
 def test_preallocated_gradients(ranks, sizes, in_pieces):

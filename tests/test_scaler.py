@@ -54,12 +54,14 @@ def scaled(sizes: dict[str, int], stock: bool, bad: tuple[int, str]) -> None:
 BAD = [(0, "layers.0.up_proj.weight"), (0, "layers.1.mix_proj.weight"), (0, "head.weight")]
 
 
+@pytest.mark.always("dp4-(0, 'layers.0.up_proj.weight')", "ddp2-tp2-(0, 'head.weight')")
 @pytest.mark.parametrize("bad", BAD, ids=str)
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_gradient_scaler(ranks, sizes, bad):
     ranks(4, scaled, sizes, False, bad)
 
 
+@pytest.mark.always("dp4-(0, 'layers.0.up_proj.weight')")
 @pytest.mark.parametrize("bad", [*BAD[:2], (1, "head.weight")], ids=str)
 @pytest.mark.parametrize("sizes", LAYOUTS[:2])
 def test_torchs_own_on_one_mesh(ranks, sizes, bad):

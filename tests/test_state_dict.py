@@ -371,6 +371,7 @@ def through_wrappers(sizes: dict[str, int], flat: bool) -> None:
                     assert torch.equal(dmuon.full_tensor(again[name][key]), dmuon.full_tensor(moment)), name
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("flat", [False, True])
 def test_names_show_no_wrapper(ranks, flat):
     ranks(1, through_wrappers, {"dp": 1}, flat)

@@ -159,6 +159,7 @@ def dmuon_saves(sizes: Sizes, path: Path) -> tuple:
     return saved, snapshot(model, optimizer)
 
 
+@pytest.mark.always("dp4-True", "ddp4-False")
 @pytest.mark.parametrize(("name", "by_torch"), [*((name, False) for name in SAVERS), ("dp4", True)])
 def test_taking_over_from_torch(ranks, name, by_torch, tmp_path):
     saved, end = ranks(1, with_float32_kernel, torch_saves, tmp_path)[0]
@@ -173,6 +174,7 @@ def test_taking_over_from_torch(ranks, name, by_torch, tmp_path):
     assert muon["ns_coefficients"] == "quintic"  # the same as torch's triple
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize("name", SAVERS)
 def test_and_back_to_torch(ranks, name, tmp_path):
     saved, end = ranks(4, dmuon_saves, SAVERS[name], tmp_path)[0]
@@ -203,6 +205,7 @@ def take_over_whole(options: StateDictOptions) -> None:
     train(model, [optimizer], range(1), data_rank({"dp": 2}))
 
 
+@pytest.mark.always("True")
 @pytest.mark.parametrize("broadcast", [False, True])
 def test_taking_over_whole_tensors(ranks, broadcast):
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=broadcast)
@@ -244,6 +247,7 @@ def test_files_do_not_tell_who_wrote_them(ranks, name, tmp_path):
     assert mine.planner_data == expected.planner_data
 
 
+@pytest.mark.always("ddp4")
 @pytest.mark.parametrize("name", SAVERS)
 def test_a_single_process_reads_them(ranks, name, tmp_path):
     """Without dmuon, without a process group: torch's modules and its AdamW."""

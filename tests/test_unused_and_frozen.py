@@ -49,6 +49,7 @@ def targets_without(skipped: list[list[list[int]]], ranks: int) -> Targets:
 # Unused in a step
 
 
+@pytest.mark.always("hsdp2x2-while_used-one_group", "ddp2-tp2-a_group_each")
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_a_matrix_unused_on_every_rank_is_left_alone(ranks, sizes, reshard, one_group):
@@ -65,6 +66,7 @@ def test_a_matrix_unused_on_every_rank_is_left_alone(ranks, sizes, reshard, one_
             assert history[unused][B]["gradient"] is None
 
 
+@pytest.mark.always("hsdp2x2-a_group_each", "ddp2-tp2-one_group")
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_matrix_unused_from_the_first_step_on_waits_for_its_turn(ranks, sizes, one_group):
@@ -74,6 +76,7 @@ def test_a_matrix_unused_from_the_first_step_on_waits_for_its_turn(ranks, sizes,
     assert torch.equal(history[1][A]["weight"], WEIGHTS[A])
 
 
+@pytest.mark.always("hsdp2x2-while_used")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_a_matrix_used_on_one_rank_gets_its_share_of_the_gradient(ranks, sizes, reshard):
     replicas = replicas_of(sizes)
@@ -375,6 +378,7 @@ def freeze_while_accumulating(sizes: Sizes, reshard: bool, synced: bool) -> None
         before = after
 
 
+@pytest.mark.always("hsdp2x2-while_used-no_sync", "ddp2-tp2-synced")
 @pytest.mark.parametrize("synced", [True, False], ids=["synced", "no_sync"])
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_freezing_and_unfreezing_with_accumulation(ranks, sizes, reshard, synced):

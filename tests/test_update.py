@@ -41,6 +41,7 @@ def equal_values(count: int, steps: int = 5) -> float:
 # Shapes
 
 
+@pytest.mark.always("dp4-while_used-a_group_each", "ddp4-one_group")
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_matrices_with_few_or_uneven_rows(ranks, sizes, reshard, one_group):
@@ -201,6 +202,7 @@ def test_every_setting_against_the_oracle(ranks, settings, oracle, sizes):
         assert all(torch.equal(w, found["weight"]) for w, found in zip(weights, history[-1], strict=True))
 
 
+@pytest.mark.always("{'replicate': 2, 'shard': 2}-gram")
 @pytest.mark.parametrize(("sizes", "algorithm"), [({"dp": 4}, "direct"), (HSDP, "gram")], ids=str)
 def test_every_iteration_counts(ranks, sizes, algorithm):
     seen = set()
