@@ -61,6 +61,17 @@ def of_first_rank(model: nn.Module) -> dict[str, torch.Tensor]:
     return dict(model.state_dict()) if dist.get_rank() == 0 else {}
 
 
+def difference_after_steps(model: nn.Module, start: nn.Module) -> float:
+    """From one process that goes on from the weights of `start`."""
+    chosen = {param.param_name for param in dmuon.get_dedicated_params(model)}
+    oracle, reference = with_oracle(start, lambda name, _: name in chosen)
+    optimizer = dmuon.Muon(model)
+    for step in range(2):
+        backward_both(model, oracle, step)
+        step_both(optimizer, reference)
+    return difference(whole_weights(model), dict(oracle.named_parameters()))
+
+
 def loaded_from_the_first_rank(sizes: dict[str, int]) -> dict[str, float]:
     """By torch's own function: before `Muon`, after steps, onto the meta device."""
     goal = seeded(3, Model)
@@ -69,13 +80,7 @@ def loaded_from_the_first_rank(sizes: dict[str, int]) -> dict[str, float]:
     model = spread(seeded(dist.get_rank(), Model), sizes)
     set_model_state_dict(model, of_first_rank(goal), options=FROM_FIRST)
     found["before Muon"] = difference(whole_weights(model), expected)
-    chosen = {param.param_name for param in dmuon.get_dedicated_params(model)}
-    oracle, reference = with_oracle(goal, lambda name, _: name in chosen)
-    optimizer = dmuon.Muon(model)
-    for step in range(2):
-        backward_both(model, oracle, step)
-        step_both(optimizer, reference)
-    found["trained"] = difference(whole_weights(model), dict(oracle.named_parameters()))
+    found["trained"] = difference_after_steps(model, goal)
     set_model_state_dict(model, of_first_rank(goal), options=FROM_FIRST)
     found["after steps"] = difference(whole_weights(model), expected)
     part, not_strict = "layers.1.v_proj", StateDictOptions(**vars(FROM_FIRST) | {"strict": False})
@@ -107,13 +112,7 @@ def assigned_onto_meta(sizes: dict[str, int]) -> dict[str, float]:
         model.load_state_dict(source.state_dict())
     model.load_state_dict(source.state_dict(), assign=True)
     found = {"loaded": difference(whole_weights(model), expected)}
-    chosen = {param.param_name for param in dmuon.get_dedicated_params(model)}
-    oracle, reference = with_oracle(oracle, lambda name, _: name in chosen)
-    optimizer = dmuon.Muon(model)
-    for step in range(2):
-        backward_both(model, oracle, step)
-        step_both(optimizer, reference)
-    found["trained"] = difference(whole_weights(model), dict(oracle.named_parameters()))
+    found["trained"] = difference_after_steps(model, oracle)
     return found
 
 

@@ -20,9 +20,10 @@ import torch.nn as nn
 from dmuon.engine.runtime import find_runtime
 from dmuon.engine.tensor_parallel import _slices
 from dmuon.optim.newton_schulz import operation_count
+from dmuon.ownership import chunks
 from dmuon.planner import Dtypes, Mesh, Options, Plan, PlanError, from_module, load, plan_model
 from dmuon.planner.cli import main
-from dmuon.planner.cut import DEFAULT, Rule, chunks, cut_dim, is_replicated, parse
+from dmuon.planner.cut import DEFAULT, Rule, cut_dim, is_replicated, parse
 from dmuon.planner.mesh import Place
 from dmuon.planner.model import Model, Parameter, choose_by_pattern, from_names
 from dmuon.planner.registry import CONFIGS

@@ -7,6 +7,7 @@ here at all, but for weights that come as DTensors over the data-parallel dims.
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, NoReturn, get_args
@@ -29,7 +30,7 @@ from .engine.parameter import DedicatedParam, record_of
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
 from .engine.stack import Stack, lies_whole
 from .engine.tensor_parallel import TensorParallel
-from .ownership import blocks_of, choose_owners, cost_of, matrices_of
+from .ownership import blocks_of, choose_owners, chunks, cost_of, matrices_of
 from .recognition import StructureSpec, structures_of
 from .selection import (
     Candidate,
@@ -448,23 +449,21 @@ def _loads_of(stacks: Sequence[tuple[nn.Parameter, Structure]], layout: DataPara
     As `fully_shard` cuts the first dim, and replicas share what they hold. Of one that expert parallelism has
     cut, all slots have a like part.
     """
-    loads = [0] * layout.size
+    everywhere = 0
+    costs: Counter[int] = Counter()  # of one matrix of each stack, by how many it has
     for param, structure in stacks:
         count, cost = param.shape[0], cost_of(structure.matrices((1, *param.shape[1:])))
+        if isinstance(param, DTensor):
+            everywhere += count * cost // layout.shard_size
+        else:
+            costs[count] += cost
+    loads = [everywhere] * layout.size
+    for count, cost in costs.items():
+        shares = [chunks(here, layout.replicate_size) for here in chunks(count, layout.shard_size)]
         for slot in range(layout.size):
-            if isinstance(param, DTensor):
-                loads[slot] += count * cost // layout.shard_size
-            else:
-                where = layout.owner_of_slot(slot)
-                here = _in_chunk(count, layout.shard_size, where.shard)
-                loads[slot] += _in_chunk(here, layout.replicate_size, where.replicate) * cost
+            where = layout.owner_of_slot(slot)
+            loads[slot] += shares[where.shard][where.replicate] * cost
     return loads
-
-
-def _in_chunk(count: int, chunks: int, chunk: int) -> int:
-    """How many of `count` things are in one of `chunks` equal chunks; the last ones may be smaller."""
-    size = -(-count // chunks)
-    return max(0, min(size, count - chunk * size))
 
 
 def _warn_of_choice(model: nn.Module, chosen: list[Candidate], *, by_predicate: bool) -> None:

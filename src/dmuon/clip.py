@@ -149,8 +149,7 @@ def _without_partial_sums(param: torch.Tensor) -> _Gradient:
     if not isinstance(gradient, DTensor):
         return _Gradient(gradient, None, True)
     mesh = gradient.device_mesh
-    coordinate = mesh.get_coordinate()
-    if coordinate is None:
+    if mesh.get_coordinate() is None:
         raise ValueError(f"rank {dist.get_rank()} is not part of {mesh}, where a gradient lives")
     if any(placement.is_partial() for placement in gradient.placements):
         if isinstance(param, DTensor) and param.device_mesh == mesh:
@@ -159,8 +158,14 @@ def _without_partial_sums(param: torch.Tensor) -> _Gradient:
             placements = tuple(Replicate() if p.is_partial() else p for p in gradient.placements)
         gradient = param.grad = gradient.redistribute(placements=placements)
     # Not DTensor's own norm: it takes pieces for even chunks, which those of dedicated parameters are not.
-    first = all(c == 0 for c, p in zip(coordinate, gradient.placements, strict=True) if p.is_replicate())
-    return _Gradient(gradient.to_local(), mesh, first)
+    return _Gradient(gradient.to_local(), mesh, is_first_copy(gradient))
+
+
+def is_first_copy(tensor: DTensor) -> bool:
+    """Whether no earlier rank of its mesh has the same part; on a rank of the mesh."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    assert coordinate is not None
+    return all(c == 0 for c, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())
 
 
 def groups_of(mesh: DeviceMesh | None) -> tuple[dist.ProcessGroup, ...]:

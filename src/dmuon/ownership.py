@@ -49,6 +49,12 @@ class Matrix(NamedTuple):
     group: int  # matrices with the same number are gathered together
 
 
+def chunks(size: int, count: int) -> list[int]:
+    """Sizes of `count` pieces as torch makes them: all of one size, but for the last ones."""
+    step = -(-size // count)
+    return [max(0, min(step, size - i * step)) for i in range(count)]
+
+
 def cost_of(kinds: Sequence[Kind]) -> int:
     """Operations of Newton-Schulz for all matrices of one parameter."""
     return sum(count * operation_count(rows, cols) for count, rows, cols in kinds)

@@ -15,10 +15,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from .clip import groups_of
+from .engine.agreement import ranks_of
+from .engine.layout import local_slices
 from .engine.parameter import DedicatedParam, local_part
 from .engine.runtime import find_runtime
 from .selection import clean_name
@@ -111,12 +112,11 @@ def qk_clip_(model: nn.Module, layers: Sequence[AttentionHeads], threshold: floa
     if not layers:
         return torch.zeros(0, 0, device=runtime.layout.device)
     runtime.synchronize()
-    widest = max((param.mesh for param in runtime.params), key=lambda mesh: mesh.size())
     maxima = torch.full((len(layers), max(map(_heads, layers))), -torch.inf, device=runtime.layout.device)
     for row, layer in zip(maxima, layers, strict=True):
         first = _position(layer, runtime.record_of(named[layer.query])) * layer.logits.numel()
         row[first : first + layer.logits.numel()] = layer.logits.to(row)
-    for group in groups_of(widest):
+    for group in groups_of(ranks_of(runtime.params)):
         dist.all_reduce(maxima, dist.ReduceOp.MAX, group=group)
     for row, layer in zip(maxima, layers, strict=True):
         # Not where a logit is NaN: the loss shows that soon enough, and the weights stay readable.
@@ -182,22 +182,17 @@ def _scale(weight: nn.Parameter, param: DedicatedParam | None, factors: torch.Te
 
     factors: [rows of the whole parameter], the same on all ranks.
     """
-    if param is not None:
-        if param.keeps_weight:
-            mine = slice(None) if param.tp is None else param.tp.pieces[param.tp.position][0]
-            local = param.resting_local
-            local.mul_(factors[mine].to(local.dtype).view(-1, *[1] * (local.ndim - 1)))
-        param.mark_updated()
-        param.published = param.version  # all who keep it have done the same
-        return
     local, rows = local_part(weight), factors
-    if isinstance(weight, DTensor):
+    if param is not None and param.tp is not None:
+        rows = factors[param.tp.pieces[param.tp.position][0]]
+    elif param is None and isinstance(weight, DTensor):
         if any(isinstance(placement, _StridedShard) for placement in weight.placements):
             raise ValueError(
                 "qk_clip_: rows that tensor parallelism and fully_shard both cut must be dedicated"
             )
-        shape, offset = compute_local_shape_and_global_offset(
-            weight.shape, weight.device_mesh, weight.placements
-        )
-        rows = factors[offset[0] : offset[0] + shape[0]]
-    local.mul_(rows.to(local.dtype).view(-1, *[1] * (local.ndim - 1)))
+        rows = factors[local_slices(weight.shape, weight.device_mesh, weight.placements)[0]]
+    if param is None or param.keeps_weight:
+        local.mul_(rows.to(local.dtype).view(-1, *[1] * (local.ndim - 1)))
+    if param is not None:
+        param.mark_updated()
+        param.published = param.version  # all who keep it have done the same

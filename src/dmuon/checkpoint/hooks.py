@@ -21,10 +21,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from ..engine.collectives import explained
-from ..engine.layout import wrap_local
+from ..engine.layout import local_slices, wrap_local
 from ..engine.owned import OwnedTensor
 from ..engine.parameter import READ_RULE, DedicatedParam
 from ..optim.newton_schulz import COEFFICIENTS, Coefficients
@@ -235,11 +234,8 @@ def _as_lies(whole: torch.Tensor, param: DTensor) -> DTensor:
     """A whole tensor of each rank as a base parameter lies; a DTensor as it is."""
     if isinstance(whole, DTensor):
         return whole
-    shape, offset = compute_local_shape_and_global_offset(whole.shape, param.device_mesh, param.placements)
-    part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-    return wrap_local(
-        whole[part].clone().to(param.device), param.shape, param.device_mesh, tuple(param.placements)
-    )
+    mine = whole[local_slices(whole.shape, param.device_mesh, param.placements)]
+    return wrap_local(mine.clone().to(param.device), param.shape, param.device_mesh, param.placements)
 
 
 def first_state(

@@ -1,4 +1,4 @@
-"""What all ranks of a model say, and errors that all of them raise where one has a reason."""
+"""What all ranks of a model say, and whether it is the same."""
 
 from __future__ import annotations
 
@@ -34,13 +34,9 @@ def gather_objects(mesh: DeviceMesh | Sequence[DeviceMesh], value: T) -> list[T]
     return values
 
 
-def raise_together(mesh: DeviceMesh, error: Exception | None) -> None:
-    """Raise on all ranks of a mesh what one of them has found; collective over them.
-
-    Those that went on would wait for the one that does not.
-    """
-    if (first := next(filter(None, gather_objects(mesh, error)), None)) is not None:
-        raise first
+def fingerprint(value: object) -> str:
+    """Of something with a text; to compare it between ranks without sending it."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()
 
 
 def check_alike(model: nn.Module, params: Sequence[DedicatedParam], stacks: Sequence[Stack]) -> None:
@@ -56,8 +52,7 @@ def check_alike(model: nn.Module, params: Sequence[DedicatedParam], stacks: Sequ
     meshes = list(dict.fromkeys(meshes))
     mine = {p.param_name: f"{tuple(p.full_shape)} {p.owner} {p.tp_owner} {p.structure}" for p in params}
     mine |= {stack.name: f"{stack.structure}" for stack in stacks}
-    digest = hashlib.sha256(repr(list(mine.items())).encode()).hexdigest()
-    if len(set(gather_objects(meshes, digest))) == 1:
+    if len(set(gather_objects(meshes, fingerprint(list(mine.items()))))) == 1:
         return
     answers = gather_objects(meshes, mine)
     differing = (n for n in sorted(set().union(*answers)) if len({answer.get(n) for answer in answers}) > 1)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict] = weakref.WeakKeyDictionary()
 
@@ -278,6 +279,13 @@ def joint_mesh(*meshes: DeviceMesh) -> DeviceMesh:
         return DeviceMesh._concatenate(list(meshes))
     # torch 2.9, where the dims must be in the root's order
     return root_mesh(meshes[0])[tuple(name for mesh in meshes for name in mesh.mesh_dim_names or ())]
+
+
+def local_slices(shape: torch.Size, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> tuple[slice, ...]:
+    """Where this rank's part of an evenly cut tensor lies in the whole. A private name of torch's, without
+    which its rules for uneven chunks would be written here once more."""
+    local, offset = compute_local_shape_and_global_offset(shape, mesh, placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, local, strict=True))
 
 
 def wrap_local(

@@ -12,12 +12,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..structure import PLAIN, Structure
 from .collectives import explained
-from .layout import DataParallelLayout, Owner, wrap_local
+from .layout import DataParallelLayout, Owner, local_slices, wrap_local
 from .owned import OwnedTensor
 from .tensor_parallel import TensorParallel
 
@@ -228,8 +227,8 @@ class DedicatedParam:
     @property
     def even_shape(self) -> torch.Size:
         """Shape of this rank's part if the weight were cut evenly, as its placements say."""
-        shape, _ = compute_local_shape_and_global_offset(self.full_shape, self.mesh, self.weight_placements)
-        return torch.Size(shape)
+        slices = local_slices(self.full_shape, self.mesh, self.weight_placements)
+        return torch.Size(part.stop - part.start for part in slices)
 
     def take_even_chunks(self) -> DTensor | None:
         """The weight that ranks have put aside in even chunks; None if none has. Collective over all ranks.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -14,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from ..engine import fsdp
-from ..engine.agreement import gather_objects, ranks_of
+from ..engine.agreement import fingerprint, gather_objects, ranks_of
 from ..engine.ddp import ddp_around
 from ..engine.parameter import record_of
 from ..engine.runtime import Runtime, find_runtime
@@ -144,10 +143,9 @@ def check_membership(groups: Sequence[Mapping[str, Any]], runtime: Runtime, *, m
                 else f"{name} is trainable, and not in the optimizer's parameter groups"
             )
             break
-    digest = hashlib.sha256(repr(listed).encode()).hexdigest()
-    answers = gather_objects(ranks_of(runtime.params), (problem, digest))
+    answers = gather_objects(ranks_of(runtime.params), (problem, fingerprint(listed)))
     problem = next((found for found, _ in answers if found is not None), None)
-    if problem is None and len({digest for _, digest in answers}) > 1:
+    if problem is None and len({listed_there for _, listed_there in answers}) > 1:
         first = runtime.params[0].param_name
         problem = f"the ranks do not have the same parameter groups of dedicated parameters ({first}, ...)"
     if problem is not None:

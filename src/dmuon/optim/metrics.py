@@ -13,13 +13,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from ..clip import groups_of
+from ..clip import groups_of, is_first_copy
+from ..engine.agreement import ranks_of
 from ..engine.parameter import local_part
 from ..scratch import Scratch
 from ..structure import Structure
 from .newton_schulz import Settings
 from .parts import orthogonalize_parts, scale_of
-from .update import UpdateRule, check_rule, shape_scale
+from .update import UpdateRule, check_rule, last_direction, shape_scale
 
 if TYPE_CHECKING:
     from .muon import Muon
@@ -57,7 +58,7 @@ class _Measured:
 def measure(optimizer: Muon, groups: Mapping[str, str] | None) -> dict[str, float]:
     """See `Muon.metrics`."""
     runtime = optimizer._runtime
-    widest = max((param.mesh for param in runtime.params), key=lambda mesh: mesh.size())
+    widest = ranks_of(runtime.params)
     measured = list(_all(optimizer, widest))
     if not measured:
         raise RuntimeError("metrics() is for between step() and zero_grad(): there are no gradients")
@@ -121,7 +122,7 @@ def _sums(
 ) -> _Sums:
     param = optimizer._record(resting)
     if param is None:
-        if not _is_first_copy(resting):
+        if isinstance(resting, DTensor) and not is_first_copy(resting):
             return _Sums()
         momentum, gradient = (local_part(t) for t in (optimizer._stack_momentum(resting), resting.grad))  # type: ignore[arg-type]
         sums = _Sums(weight=_square(local_part(resting)))
@@ -154,9 +155,7 @@ def _look_at_update(
     scratch: Scratch,
 ) -> None:
     """The step's update once more: the momentum has been advanced."""
-    gradient = gradient.to(momentum.dtype)
-    gradient = -gradient if rule.maximize else gradient
-    direction = torch.lerp(gradient, momentum, rule.momentum) if rule.nesterov else momentum.clone()
+    direction = last_direction(momentum, gradient, rule)
     shape = tuple(direction.shape)
     common = scale_of(structure, shape, rule.adjust_lr_fn)
     update = orthogonalize_parts(direction[None], structure, rule.adjust_lr_fn, settings, scratch)[0]
@@ -176,12 +175,3 @@ def _look_at_update(
 def _square(tensor: torch.Tensor) -> torch.Tensor:
     """The sum of the squares of all elements, in float64."""
     return torch.linalg.vector_norm(tensor, dtype=torch.float64).square()
-
-
-def _is_first_copy(tensor: torch.Tensor) -> bool:
-    """Whether no earlier rank of its mesh has the same part."""
-    if not isinstance(tensor, DTensor):
-        return True
-    coordinate = tensor.device_mesh.get_coordinate()
-    assert coordinate is not None
-    return all(c == 0 for c, p in zip(coordinate, tensor.placements, strict=True) if p.is_replicate())

@@ -51,15 +51,12 @@ _Kind = tuple[torch.Size, Structure, tuple[int, ...] | None]
 
 @dataclass(frozen=True)
 class _Matrix:
-    """A parameter that this rank orthogonalizes; momentum, gradient: whole.
-
-    live: one element, 0 where no rank had a gradient and all is to stay; None: some rank had one.
-    """
+    """A parameter that this rank orthogonalizes, and what is done to it; momentum, gradient: whole."""
 
     param: DedicatedParam
     momentum: torch.Tensor
     gradient: torch.Tensor
-    live: torch.Tensor | None
+    update: Update
 
 
 class Muon(Optimizer):
@@ -410,7 +407,7 @@ class Muon(Optimizer):
                 count = params_at_once(structure, shape, settings, matrices[0].momentum)
                 for first in range(0, len(matrices), count):
                     batch = matrices[first : first + count]
-                    self._orthogonalize(batch, rule, settings, scratch, updates)
+                    self._orthogonalize(batch, rule, settings, scratch)
             for stack in group["params"]:
                 if id(stack) in self._stacks and stack.grad is not None:
                     shared += self._update_stack(stack, rule, settings, scratch)
@@ -455,7 +452,7 @@ class Muon(Optimizer):
             # others of the kind: rounding depends on the batch, and all copies have to come out alike.
             copies = param.tp.copies if param.tp is not None else None
             kind = (param.full_shape, param.structure, copies)
-            mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient, update.live))
+            mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient, update))
 
     def _orthogonalize(
         self,
@@ -463,26 +460,24 @@ class Muon(Optimizer):
         rule: UpdateRule,
         settings: Settings,
         scratch: Scratch,
-        updates: Mapping[DedicatedParam, Update],
     ) -> None:
         """Momentum and Newton-Schulz of parameters of one kind, in one batch; what has to travel is put into
-        `updates`, the other weights are updated."""
+        their updates, the other weights are updated."""
         first = matrices[0].momentum
         batch = scratch.take(len(matrices) * first.numel(), first.dtype, first.device)
         batch = batch.view(len(matrices), *first.shape)
         for matrix, slot in zip(matrices, batch, strict=True):
-            momentum_step(matrix.momentum, matrix.gradient, rule, live=matrix.live, out=slot)
+            momentum_step(matrix.momentum, matrix.gradient, rule, live=matrix.update.live, out=slot)
         structure = matrices[0].param.structure
         result = orthogonalize_parts(batch, structure, rule.adjust_lr_fn, settings, scratch)
         for matrix, orthogonal in zip(matrices, result, strict=True):
-            param = matrix.param
-            if matrix.live is not None:
-                orthogonal.mul_(matrix.live > 0)
-            if param in updates:  # a copy: the buffer serves the next batch, and each goes when it is sent
-                updates[param].orthogonal = orthogonal.to(updates[param].dtype, copy=True)
+            param, update = matrix.param, matrix.update
+            if update.live is not None:
+                orthogonal.mul_(update.live > 0)
+            if param.is_published:  # a copy: the buffer serves the next batch, and each goes when it is sent
+                update.orthogonal = orthogonal.to(update.dtype, copy=True)
             else:
-                scale = scale_of(structure, param.full_shape, rule.adjust_lr_fn)
-                apply_update(param.resting_local, orthogonal, matrix.live, rule, scale)
+                update.apply(param.resting_local, orthogonal, update.live)
         scratch.give_back(batch, *(() if result is batch else (result,)))
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:

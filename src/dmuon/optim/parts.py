@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from ..engine.collectives import Parts
 from ..scratch import Scratch
 from ..structure import Structure
 from .newton_schulz import Settings, orthogonalize
@@ -61,9 +62,6 @@ def orthogonalize_parts(
     return batch
 
 
-Parts = list[tuple[int, Tensor]]  # by replica, what it sends to the others
-
-
 def update_stack(
     weight: Tensor,
     momentum: Tensor,
@@ -81,7 +79,8 @@ def update_stack(
     weight, momentum, gradient: [how many, ..., rows, cols], perhaps none; contiguous.
     replicas, replica: how many ranks hold the same, and which of them this one is. They share the work.
 
-    Returns None if all is done. Of replicas: what has to be sent, and what updates the weight afterwards.
+    Returns None if all is done. Of replicas: what each has to send the others, and what updates the weight
+    afterwards.
     """
     if not weight.numel():
         return None

@@ -85,14 +85,27 @@ def momentum_step(
     the momentum itself. live: one element, on the device; where it is 0, there is no gradient, and the
     momentum stays as it is, bit by bit; None: there is one. So nobody has to ask the device.
     """
-    gradient = gradient.to(momentum_buffer.dtype)
-    if rule.maximize:
-        gradient = gradient.neg()
+    gradient = _descending(gradient, momentum_buffer, rule)
     if live is None:
         momentum_buffer.lerp_(gradient, 1 - rule.momentum)
     else:
         step = live.new_full((), 1 - rule.momentum, dtype=momentum_buffer.dtype)
         momentum_buffer.lerp_(gradient, torch.where(live > 0, step, torch.zeros_like(step)))
+    return _direction(momentum_buffer, gradient, rule, out)
+
+
+def last_direction(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule) -> Tensor:
+    """What the last `momentum_step` returned for this gradient, once more; a new tensor."""
+    gradient = _descending(gradient, momentum_buffer, rule)
+    return _direction(momentum_buffer, gradient, rule, torch.empty_like(momentum_buffer))
+
+
+def _descending(gradient: Tensor, momentum_buffer: Tensor, rule: UpdateRule) -> Tensor:
+    gradient = gradient.to(momentum_buffer.dtype)
+    return gradient.neg() if rule.maximize else gradient
+
+
+def _direction(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule, out: Tensor | None) -> Tensor:
     if rule.nesterov:
         return torch.lerp(gradient, momentum_buffer, rule.momentum, out=out)
     return momentum_buffer if out is None else out.copy_(momentum_buffer)

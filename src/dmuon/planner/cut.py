@@ -84,12 +84,6 @@ def is_replicated(param: Parameter, plan: Mapping[str, Rule]) -> bool:
     return in_plan and cut_dim(param, plan) is None
 
 
-def chunks(size: int, count: int) -> list[int]:
-    """Sizes of `count` pieces as torch makes them: all of one size, but for the last ones."""
-    step = -(-size // count)
-    return [max(0, min(step, size - i * step)) for i in range(count)]
-
-
 def described(model: Model, plan: Mapping[str, Rule]) -> dict[str, str]:
     """The entries of the plan that apply to the model: layer name to kind."""
     used: dict[str, str] = {}

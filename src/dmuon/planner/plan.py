@@ -13,10 +13,10 @@ import torch
 from ..optim.distributed_gram import moves_fewer_bytes
 from ..optim.newton_schulz import operation_count
 from ..optim.products import matrices_at_once
-from ..ownership import Matrix, choose_owners, imbalance, loads_of, lower_bound, matrices_of
+from ..ownership import Matrix, choose_owners, chunks, imbalance, loads_of, lower_bound, matrices_of
 from ..structure import PLAIN
 from . import memory, traffic
-from .cut import DEFAULT, Rule, chunks, cut_dim, is_replicated
+from .cut import DEFAULT, Rule, cut_dim, is_replicated
 from .mesh import Mesh
 from .model import Model, Parameter, PlanError
 from .traffic import NOBODY, Dtypes, Group, Moves, Share
