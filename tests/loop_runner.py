@@ -349,7 +349,7 @@ class Run:
         """What the owner keeps; the whole or, in the distributed Gram form, its piece."""
         local = mine._local_tensor
         expected = torch.zeros(record.full_shape) if expected is None else expected
-        expected = expected[record.tp.pieces[record.tp.position]] if record.in_pieces else expected
+        expected = expected[record.tp.pieces[record.tp.position]] if record.has_team else expected
         bound = self.tolerance * max(1.0, expected.abs().max().item() if expected.numel() else 1.0)
         difference = (local - expected).abs().max().item() if local.numel() else 0.0
         assert difference <= bound, f"{what} of {record.param_name} is off by {difference}"

@@ -97,9 +97,9 @@ def collectives(runtime: Runtime, *, reshard: bool) -> dict[str, int]:
             calls += Counter({"gather": 2 if reshard else 1, "reduce": 1})
         if runtime.layout.replicate_size > 1 and any(param.keeps_weight for param in group.params):
             calls += Counter(reduce_replicas=1, publish=1)
-        if any(param.is_cut and not param.in_pieces for param in mine):
+        if any(param.is_cut and not param.has_team for param in mine):
             calls += Counter(exchange=1, publish_exchange=1)
-        if any(param.in_pieces for param in mine):
+        if any(param.has_team for param in mine):
             calls += Counter(publish_exchange=2)
         if any(param.tp is not None and len(param.tp.copies) > 1 for param in mine):
             calls += Counter(sum_copies=1)

@@ -82,11 +82,11 @@ def test_an_evenly_sharded_gradient_is_refused(ranks):
     ranks(4, set_even_gradient)
 
 
-def preallocated(sizes: dict[str, int], in_pieces: bool) -> None:
+def preallocated(sizes: dict[str, int], has_team: bool) -> None:
     torch.manual_seed(1)
     model = Model()
     oracle, reference = with_oracle(model)
-    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"} if in_pieces else {}
+    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"} if has_team else {}
     optimizer = build(model, sizes, **gram)
     mine, replicas = layouts.data_rank(sizes)
     for step in range(3):
@@ -102,13 +102,13 @@ def preallocated(sizes: dict[str, int], in_pieces: bool) -> None:
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.always("hsdp-tp-in_pieces", "ddp4-whole", "dp4-whole")
-@pytest.mark.parametrize("in_pieces", [False, True], ids=["whole", "in_pieces"])
+@pytest.mark.always("hsdp-tp-has_team", "ddp4-whole", "dp4-whole")
+@pytest.mark.parametrize("has_team", [False, True], ids=["whole", "has_team"])
 @pytest.mark.parametrize("sizes", [*ALL, pytest.param(HSDP_TP, id="hsdp-tp")])
-def test_preallocated_gradients(ranks, sizes, in_pieces):
-    if in_pieces and "tp" not in sizes:
+def test_preallocated_gradients(ranks, sizes, has_team):
+    if has_team and "tp" not in sizes:
         pytest.skip("nothing is in pieces")
-    ranks(4, preallocated, sizes, in_pieces)
+    ranks(4, preallocated, sizes, has_team)
 
 
 # The distributed Gram form and the order of calls

@@ -90,7 +90,7 @@ def whole_momentum(model: nn.Module, optimizer: dmuon.Muon, name: str) -> torch.
     local = optimizer.state[param.resting]["momentum_buffer"]._local_tensor
     whole, kept = torch.zeros(param.full_shape), torch.zeros(param.full_shape)
     if param.keeps_state:
-        where = param.tp.pieces[param.tp.position] if param.in_pieces else ()
+        where = param.tp.pieces[param.tp.position] if param.has_team else ()
         whole[where] += local
         kept[where] += 1
     dist.all_reduce(whole)

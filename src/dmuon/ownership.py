@@ -12,6 +12,9 @@ has anything to begin with, the busiest gets at most 4/3 - 1/(3 slots) times the
 Costs are exact integers, and nothing but the arguments decides: all ranks find the same owners without a word
 to each other. The planner calls the same functions as `dedicate_params`: what is planned is what will run.
 
+Under tensor parallelism the ranks that hold the pieces of a slot's matrices share its work: each matrix has a
+TP owner among them or, where Muon is asked for it, all of them as a team (`choose_teams`).
+
 Rejected:
 
 * An integer linear program. It needs a solver, its time has no useful bound, and solvers may differ in which
@@ -162,6 +165,58 @@ def _least(heap: list[tuple[int, int]], now: Sequence[int]) -> tuple[int, int]:
         slot = heap[0][1]
         heapreplace(heap, (now[slot], slot))
     return heap[0]
+
+
+class Shareable(NamedTuple):
+    """What the choice of teams needs to know of one parameter, whose owner has been chosen."""
+
+    row: int  # the owner slot: its ranks hold the pieces
+    size: int  # how many they are; 1 if nothing cuts the parameter, and each of them does all of it
+    position: int  # of the TP owner among them
+    alone: int  # what the TP owner has to do for it
+    together: int | None  # what each of the ranks has to do if they are a team, travel included; None: cannot
+
+
+def choose_teams(params: Sequence[Shareable]) -> set[int]:
+    """Which parameters to give to teams, so that the busiest rank is done as soon as can be; by index.
+
+    In each row, what the busiest rank waits for goes to the team: its most expensive matrix, then that of who
+    is the busiest then, as long as there is any. No row goes further than it has to: only as far as the
+    row that gains least this way, the one that all others wait for.
+    """
+    rows: dict[int, list[int]] = defaultdict(list)
+    for index, param in enumerate(params):
+        rows[param.row].append(index)
+    shared = {row: _shared_one_by_one(params, indices) for row, indices in rows.items()}
+    target = max((min(load for load, _ in steps) for steps in shared.values()), default=0)
+    chosen: set[int] = set()
+    for steps in shared.values():
+        taken = [index for _, index in steps]
+        enough = next(count for count, (load, _) in enumerate(steps) if load <= target)
+        chosen.update(index for index in taken[1 : enough + 1] if index is not None)
+    return chosen
+
+
+def _shared_one_by_one(params: Sequence[Shareable], indices: Sequence[int]) -> list[tuple[int, int | None]]:
+    """The busiest load of a row, at first and after each matrix that its ranks share, and which that was."""
+    size = max(params[index].size for index in indices)
+    loads = [0] * size
+    able: list[list[int]] = [[] for _ in range(size)]  # of each position, the cheapest first
+    for index in sorted(indices, key=lambda i: (params[i].alone, -i)):
+        param = params[index]
+        if param.size == 1:
+            loads = [load + param.alone for load in loads]
+            continue
+        loads[param.position] += param.alone
+        if param.together is not None and param.together < param.alone:
+            able[param.position].append(index)
+    steps: list[tuple[int, int | None]] = [(max(loads), None)]
+    while able[busiest := loads.index(max(loads))]:
+        index = able[busiest].pop()
+        loads[busiest] -= params[index].alone
+        loads = [load + (params[index].together or 0) for load in loads]
+        steps.append((max(loads), index))
+    return steps
 
 
 def loads_of(matrices: Sequence[Matrix], owners: Sequence[int], slots: int) -> list[int]:

@@ -153,6 +153,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
         for index, (resting, algorithm) in enumerate(params):
             param, entry = optimizer._record(resting), state.get(index) or {}
             if param is not None and _MOMENTUM in entry:
+                optimizer.check_team(param)
                 state[index] = {**entry, _MOMENTUM: _stock_momentum(param, entry[_MOMENTUM])}
             elif not entry and state:  # frozen ones too: they may not be when the state is loaded
                 state[index] = first_state(optimizer, resting, param, algorithm)
@@ -196,7 +197,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
             optimizer.state[param.resting].pop(_MOMENTUM, None)
             local = optimizer._momentum(param)
             if param.keeps_state:
-                local.copy_(_piece_of(whole, param) if param.in_pieces else whole)
+                local.copy_(whole[param.part] if param.has_team else whole)
         loaded.clear()
         for stack, value in stacks.items():
             if isinstance(stack, DTensor):
@@ -363,9 +364,7 @@ def _plain(coefficients: Any) -> Any:
 
 
 def _stock_momentum(param: DedicatedParam, momentum: OwnedTensor) -> torch.Tensor:
-    param.check_momentum(momentum)
-    state = param.spread(momentum)
-    return _as_stock(state if param.in_pieces else _piece_of(state, param), param)
+    return _as_stock(param.piece_of_state(param.spread(momentum)), param)
 
 
 def _whole(value: torch.Tensor, param: DedicatedParam) -> torch.Tensor:

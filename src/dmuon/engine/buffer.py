@@ -16,7 +16,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from ..scratch import Scratch
-from .collectives import Communication
+from .collectives import Communication, TeamPeers
 from .exchange import Cut, Exchange
 from .fsdp import Schedule
 from .packing import Packing
@@ -44,17 +44,13 @@ class Precision:
         return param.resting.dtype, self.compute_dtype(param), self.reduce_dtype(param)
 
 
-class GramForm(Protocol):
-    """A matrix in pieces, of which only a small part travels; see `dmuon.optim.distributed_gram`."""
+class Team(Protocol):
+    """How ranks orthogonalize matrices together; see `dmuon.optim.team`."""
 
-    def gram(self) -> torch.Tensor:
-        """What this rank's piece contributes, flat; the contributions are summed."""
-
-    def factor(self, gram: torch.Tensor) -> torch.Tensor:
-        """What the ranks need, flat and of the same size, from the sum."""
-
-    def orthogonal(self, factor: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of the orthogonalized matrix."""
+    def orthogonalize(
+        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size], peers: TeamPeers
+    ) -> list[torch.Tensor]:
+        """This rank's parts of the orthogonalized matrices, whose whole shapes are given."""
 
 
 Apply = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], None]
@@ -68,16 +64,19 @@ class Update:
         apply: `apply(weight, orthogonal, live)` updates a weight, or corresponding pieces, in place. `live`:
             one element, 0 where no rank had a gradient and the weight is to stay; None: it is not 0.
         dtype: in which the update travels: that of Newton-Schulz.
-        orthogonal: the whole matrix, on the rank that ran Newton-Schulz; None elsewhere, and once it is sent.
+        orthogonal: what this rank has of the orthogonalized matrix: the whole or, on the ranks of a team, a
+            part; None elsewhere, and once it is sent.
         live: in the owner row, as for `apply`.
-        gram: what is orthogonalized in pieces, on the ranks that hold one.
+        team: how it is orthogonalized in the publish; None: it has been.
+        part: on the ranks of a team, this rank's part of what it is to orthogonalize.
     """
 
     apply: Apply
     dtype: torch.dtype
     orthogonal: torch.Tensor | None = None
     live: torch.Tensor | None = None
-    gram: GramForm | None = None
+    team: Team | None = None
+    part: torch.Tensor | None = None
 
 
 Updates = Mapping[DedicatedParam, Update]
@@ -114,6 +113,7 @@ class Buffer:
         self._accumulated: dict[DedicatedParam, torch.Tensor] = {}  # in the reduce dtype
         self._held: tuple[list[DedicatedParam], torch.Tensor] | None = None
         self._packings: dict[tuple[bool, ...], Packing] = {}
+        self._exchanges: dict[tuple[tuple[DedicatedParam, bool], ...], Exchange] = {}
         packing = Packing(
             [_key(param) for param in self.params], [p.piece_shape.numel() for p in self.params], self.dtype
         )
@@ -298,70 +298,36 @@ class Buffer:
         for param in self.params:
             cast(nn.Parameter, param.gathered).grad = None
 
-    # Exchange: pieces to the TP owners, and back
+    # Exchange: pieces to those who keep gradients, and back
 
     def _exchange_gradients(
         self, owned: Sequence[DedicatedParam], views: Sequence[torch.Tensor]
     ) -> dict[DedicatedParam, torch.Tensor]:
-        """The gradients that this rank keeps: of cut matrices, whole on their TP owners."""
-        result = {p: view for p, view in zip(owned, views, strict=True) if not p.is_cut or p.in_pieces}
-        pieces = {p: view for p, view in zip(owned, views, strict=True) if p not in result}
+        """The gradients that this rank keeps: of cut matrices, what TP owners and teams have of them."""
+        result = {param: view for param, view in zip(owned, views, strict=True) if not param.is_exchanged}
+        pieces = {param: view for param, view in zip(owned, views, strict=True) if param.is_exchanged}
         if pieces:  # copies, which do not keep the pieces beside them
-            result = {p: view.clone() for p, view in result.items()}
+            result = {param: view.clone() for param, view in result.items()}
         for tp, params in _by_tp_group(pieces):
-            exchange = Exchange([Cut.of(cast(TensorParallel, p.tp), p.tp_owner) for p in params], tp.position)
-            wholes = self._to_owners(exchange, tp, [pieces[p] for p in params], self.reduce_dtype, "exchange")
-            result |= zip([p for p in params if p.is_tp_owner], wholes, strict=True)
+            exchange, scratch = self._exchange_of(tp, params), self._to_owners_scratch
+            send = scratch.take(sum(exchange.piece_splits), self.reduce_dtype, self.layout.device)
+            receive = scratch.take(sum(exchange.part_splits), self.reduce_dtype, self.layout.device)
+            exchange.pack_pieces([pieces[param] for param in params], send)
+            self._communication.all_to_all(
+                "exchange", self.label, tp.ranks, receive, send, exchange.part_splits, exchange.piece_splits
+            )
+            parts = zip(params, exchange.unpack_parts(receive), strict=True)
+            result |= {param: part for param, part in parts if param.keeps_state}
+            scratch.give_back(send, receive)
         return result
 
-    def _to_owners(
-        self,
-        exchange: Exchange,
-        tp: TensorParallel,
-        pieces: Sequence[torch.Tensor],
-        dtype: torch.dtype,
-        phase: str,
-    ) -> list[torch.Tensor]:
-        """The whole matrices that this rank is the TP owner of, new tensors."""
-        scratch = self._to_owners_scratch if phase == "exchange" else self._to_pieces_scratch
-        send = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
-        receive = scratch.take(sum(exchange.owned_splits), dtype, self.layout.device)
-        exchange.pack_pieces(pieces, send)
-        self._communication.all_to_all(
-            phase, self.label, tp.ranks, receive, send, exchange.owned_splits, exchange.piece_splits
-        )
-        wholes = exchange.unpack_owned(receive)
-        scratch.give_back(send, receive)
-        return wholes
-
-    def _to_pieces(
-        self,
-        exchange: Exchange,
-        tp: TensorParallel,
-        wholes: list[torch.Tensor],
-        dtype: torch.dtype,
-        use: Callable[[list[torch.Tensor]], None],
-    ) -> None:
-        """The matrices that this rank is the TP owner of, in pieces, to all; `use` gets those of this rank.
-
-        wholes: emptied once they are packed, so that their memory can go.
-        """
-        scratch = self._to_pieces_scratch
-        send = scratch.take(sum(exchange.owned_splits), dtype, self.layout.device)
-        exchange.pack_owned(wholes, send)
-        wholes.clear()
-        receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
-        self._communication.all_to_all(
-            "publish_exchange",
-            self.label,
-            tp.ranks,
-            receive,
-            send,
-            exchange.piece_splits,
-            exchange.owned_splits,
-        )
-        use(exchange.unpack_pieces(receive))
-        scratch.give_back(send, receive)
+    def _exchange_of(self, tp: TensorParallel, params: Sequence[DedicatedParam]) -> Exchange:
+        """The plan of an exchange, made once."""
+        key = tuple((param, param.has_team) for param in params)
+        if key not in self._exchanges:
+            cuts = [Cut(p.full_shape, cast(TensorParallel, p.tp).pieces, p.parts) for p in params]
+            self._exchanges[key] = Exchange(cuts, tp.position)
+        return self._exchanges[key]
 
     # Publish
 
@@ -372,70 +338,58 @@ class Buffer:
             if param in updates:
                 by_dtype.setdefault(updates[param].dtype, []).append(param)
         for dtype, params in by_dtype.items():
-            pieces: dict[DedicatedParam, torch.Tensor] = {}
             mine = [param for param in params if param.in_owner_row]
-            cut = [param for param in mine if param.is_cut]
-            for tp, same in _by_tp_group([param for param in cut if not param.in_pieces]):
-                self._publish_whole(tp, same, updates, dtype, pieces)
-            for tp, same in _by_tp_group([param for param in cut if param.in_pieces]):
-                self._publish_in_pieces(tp, same, updates, pieces)
+            self._orthogonalize_by_teams(mine, updates)
+            pieces: dict[DedicatedParam, torch.Tensor] = {}
+            for tp, same in _by_tp_group([param for param in mine if param.is_exchanged]):
+                pieces |= zip(same, self._publish_to_pieces(tp, same, updates, dtype), strict=True)
             for param in mine:
-                if not param.is_cut:
-                    update = updates[param]
-                    pieces[param], update.orthogonal = cast(torch.Tensor, update.orthogonal), None
+                if param not in pieces:
+                    pieces[param] = cast(torch.Tensor, updates[param].orthogonal)
+                    updates[param].orthogonal = None
             live = {param: updates[param].live for param in mine}
             if self.layout.replicate_size > 1:
                 pieces, live = self._publish_to_replicas(params, dtype, pieces, live)
             for param in params:
                 updates[param].apply(param.resting_local, pieces.pop(param), live[param])
 
-    def _publish_whole(
-        self,
-        tp: TensorParallel,
-        params: Sequence[DedicatedParam],
-        updates: Updates,
-        dtype: torch.dtype,
-        pieces: dict[DedicatedParam, torch.Tensor],
-    ) -> None:
-        """Updates from the TP owners to the pieces, which are put into `pieces`."""
-        wholes = [cast(torch.Tensor, updates[param].orthogonal) for param in params if param.is_tp_owner]
+    def _orthogonalize_by_teams(self, params: Sequence[DedicatedParam], updates: Updates) -> None:
+        """Newton-Schulz of what teams share: all matrices of one team and settings at a time."""
+        by_settings: dict[Team, list[DedicatedParam]] = {}
         for param in params:
+            if (team := updates[param].team) is not None:
+                by_settings.setdefault(team, []).append(param)
+        for team, alike in by_settings.items():
+            for tp, same in _by_tp_group(alike):
+                parts = [cast(torch.Tensor, updates[param].part) for param in same]
+                for param in same:
+                    updates[param].part = None
+                peers = self._communication.team(self.label, tp.ranks)
+                found = team.orthogonalize(parts, [param.full_shape for param in same], peers)
+                for param, orthogonal in zip(same, found, strict=True):
+                    update = updates[param]
+                    update.orthogonal = orthogonal.to(update.dtype)
+                    if update.live is not None:
+                        update.orthogonal.mul_(update.live > 0)
+
+    def _publish_to_pieces(
+        self, tp: TensorParallel, params: Sequence[DedicatedParam], updates: Updates, dtype: torch.dtype
+    ) -> list[torch.Tensor]:
+        """Updates from those who made them; this rank's pieces, new tensors."""
+        exchange, scratch = self._exchange_of(tp, params), self._to_pieces_scratch
+        nothing = torch.empty((0, 0), dtype=dtype, device=self.layout.device)
+        send = scratch.take(sum(exchange.part_splits), dtype, self.layout.device)
+        exchange.pack_parts(
+            [nothing if (part := updates[param].orthogonal) is None else part for param in params], send
+        )
+        for param in params:  # packed: their memory can go
             updates[param].orthogonal = None
-        exchange = Exchange([Cut.of(cast(TensorParallel, p.tp), p.tp_owner) for p in params], tp.position)
-
-        def use(received: list[torch.Tensor]) -> None:
-            reused = self._to_pieces_scratch.reuse
-            copies = [piece.clone() if reused else piece for piece in received]
-            pieces.update(zip(params, copies, strict=True))
-
-        self._to_pieces(exchange, tp, wholes, dtype, use)
-
-    def _publish_in_pieces(
-        self,
-        tp: TensorParallel,
-        params: Sequence[DedicatedParam],
-        updates: Updates,
-        pieces: dict[DedicatedParam, torch.Tensor],
-    ) -> None:
-        """Gram matrices to the TP owners, factors back; each rank makes its own piece of the update."""
-        forms = [cast(GramForm, updates[param].gram) for param in params]
-        parts = [form.gram() for form in forms]
-        cuts = [
-            Cut.one_each(tp.size, part.numel(), param.tp_owner)
-            for param, part in zip(params, parts, strict=True)
-        ]
-        exchange = Exchange(cuts, tp.position)
-        grams = self._to_owners(exchange, tp, parts, parts[0].dtype, "publish_exchange")  # [TP size, numel]
-        mine = [form for param, form in zip(params, forms, strict=True) if param.is_tp_owner]
-        factors = [form.factor(gram.sum(0)).expand_as(gram) for form, gram in zip(mine, grams, strict=True)]
-
-        def use(received: list[torch.Tensor]) -> None:
-            for param, form, factor in zip(params, forms, received, strict=True):
-                piece = form.orthogonal(factor.view(-1))
-                live = updates[param].live
-                pieces[param] = (piece if live is None else piece * live).to(updates[param].dtype)
-
-        self._to_pieces(exchange, tp, factors, parts[0].dtype, use)
+        receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
+        splits = exchange.piece_splits, exchange.part_splits
+        self._communication.all_to_all("publish_exchange", self.label, tp.ranks, receive, send, *splits)
+        pieces = exchange.unpack_pieces(receive)
+        scratch.give_back(send, receive)
+        return pieces
 
     def _publish_to_replicas(
         self,

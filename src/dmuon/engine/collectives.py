@@ -114,6 +114,11 @@ class Peers:
         dist.all_to_all_single(receive, send, receive_splits, send_splits, group=self._group)
         return (send.numel() - send_splits[self.position]) * send.element_size()
 
+    def all_gather(self, all_parts: torch.Tensor, part: torch.Tensor) -> int:
+        """One part from each rank, of one size, to all. Returns the bytes received."""
+        dist.all_gather_into_tensor(all_parts, part, group=self._group)
+        return all_parts.nbytes - part.nbytes
+
     def connect(self) -> None:
         """Make the connections now, by the kinds of collectives that will be used: NCCL makes them at the
         first one and blocks the host until all ranks are there, where later on each might be at another."""
@@ -122,6 +127,7 @@ class Peers:
         self.reduce([(0, one)])
         many = torch.zeros(self.size, device=self._device)
         self.all_to_all(torch.empty_like(many), many, [1] * self.size, [1] * self.size)
+        self.all_gather(many, one)
 
     @contextlib.contextmanager
     def _launch(self, count: int) -> Iterator[None]:
@@ -214,6 +220,10 @@ class Communication:
             phase, label, queue, ranks, lambda p: p.all_to_all(receive, send, receive_splits, send_splits)
         )
 
+    def team(self, label: str, ranks: tuple[int, ...]) -> TeamPeers:
+        """Of the weights queue: what a team needs to orthogonalize matrices together."""
+        return TeamPeers(self, label, ranks)
+
     def _run(
         self, phase: str, label: str, queue: str, ranks: tuple[int, ...], collective: Callable[[Peers], int]
     ) -> None:
@@ -275,6 +285,43 @@ class Communication:
                     'which hold the pieces of a matrix; use "isolated"'
                 )
             self._peers[queue, ranks] = Peers(ranks, by_ranks[ranks], layout.device)
+
+
+class TeamPeers:
+    """The ranks of a team, for its Newton-Schulz in the weights queue."""
+
+    def __init__(self, communication: Communication, label: str, ranks: tuple[int, ...]) -> None:
+        self.size = len(ranks)
+        self.position = ranks.index(dist.get_rank())
+        self._communication = communication
+        self._label = label
+        self._ranks = ranks
+
+    def reduce_scatter(self, addends: torch.Tensor, splits: list[int]) -> torch.Tensor:
+        """The sum over all ranks of what is for this one, [splits[position]]; rounded once, to the dtype of
+        the addends: by one all_to_all, since a reduce_scatter would round at every rank and takes no uneven
+        blocks.
+
+        addends: what this rank adds for each rank in turn, [sum(splits)].
+        """
+        own = splits[self.position]
+        receive = addends.new_empty(self.size, own)
+        self._communication._run(
+            "team_reduce",
+            self._label,
+            "weights",
+            self._ranks,
+            lambda peers: peers.all_to_all(receive.view(-1), addends, [own] * self.size, splits),
+        )
+        return receive.sum(0, dtype=torch.promote_types(addends.dtype, torch.float32)).to(addends.dtype)
+
+    def all_gather(self, part: torch.Tensor) -> torch.Tensor:
+        """The parts of all ranks, of one size: [size, numel of a part]."""
+        parts = part.new_empty(self.size, part.numel())
+        self._communication._run(
+            "team_gather", self._label, "weights", self._ranks, lambda peers: peers.all_gather(parts, part)
+        )
+        return parts
 
 
 def _wanted(layout: DataParallelLayout, cuts: Sequence[TensorParallel]) -> list[tuple[str, tuple[int, ...]]]:

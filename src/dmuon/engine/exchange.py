@@ -1,8 +1,8 @@
-"""The exchange: pieces of matrices to their TP owners, and back.
+"""The exchange: from the pieces that tensor parallelism has cut to the parts that ranks keep, and back.
 
-One `all_to_all` carries all matrices of a bucket: each rank of the TP group sends every TP owner its pieces
-of that owner's matrices. The way back is the same plan with the two sides swapped, so that one is the
-inverse of the other whatever the sizes.
+A TP owner keeps a whole matrix, a team (`dmuon.optim.team`) a part on each rank. One `all_to_all` carries all
+matrices of a buffer: each rank sends every other what of its pieces lies in that one's parts. The way back is
+the same plan with the two sides swapped, so that one is the inverse of the other whatever the sizes.
 """
 
 from __future__ import annotations
@@ -12,82 +12,86 @@ from dataclasses import dataclass
 
 import torch
 
-from .tensor_parallel import Slices, TensorParallel
+from .tensor_parallel import Slices
 
 
 @dataclass(frozen=True)
 class Cut:
-    """A matrix in the exchange: who has which piece of it, and who owns it."""
+    """A matrix in the exchange: by position in the TP group, who has which piece and who keeps which part."""
 
     shape: torch.Size  # of the whole
-    pieces: tuple[Slices, ...]  # by position in the TP group
-    owner: int  # position
-
-    @classmethod
-    def of(cls, tp: TensorParallel, owner: int) -> Cut:
-        """A parameter, as tensor parallelism has cut it."""
-        return cls(tp.shape, tp.pieces, owner)
-
-    @classmethod
-    def one_each(cls, size: int, numel: int, owner: int) -> Cut:
-        """Something of `numel` elements from or to each of `size` ranks. The whole: [size, numel]."""
-        pieces = tuple((slice(i, i + 1), slice(0, numel)) for i in range(size))
-        return cls(torch.Size((size, numel)), pieces, owner)
-
-    def shape_of(self, position: int) -> torch.Size:
-        """Shape of the piece at a position."""
-        return torch.Size(s.stop - s.start for s in self.pieces[position])
+    pieces: tuple[Slices, ...]
+    parts: tuple[Slices, ...]
 
 
 class Exchange:
     """What the rank at `position` sends to whom, for matrices that the same TP group has cut."""
 
     def __init__(self, cuts: Sequence[Cut], position: int) -> None:
-        self.cuts = tuple(cuts)
         self.size = len(cuts[0].pieces)
-        self.position = position
-        self._owned = [cut for cut in cuts if cut.owner == position]
-        self.piece_splits = [  # elements of this rank's pieces, by the TP owner they belong to
-            sum(cut.shape_of(position).numel() for cut in cuts if cut.owner == owner)
-            for owner in range(self.size)
+        self._pieces = [cut.pieces[position] for cut in cuts]  # of this rank
+        self._parts = [cut.parts[position] for cut in cuts]
+        # By the other rank, of each matrix: where in the piece, or in the part, lies what the two share.
+        self._from_piece = [
+            [_within(cut.parts[other], cut.pieces[position]) for cut in cuts] for other in range(self.size)
         ]
-        self.owned_splits = [  # elements of the matrices this rank owns, by the rank whose pieces they are
-            sum(cut.shape_of(other).numel() for cut in self._owned) for other in range(self.size)
+        self._to_part = [
+            [_within(cut.pieces[other], cut.parts[position]) for cut in cuts] for other in range(self.size)
         ]
+        self.piece_splits = [sum(map(_numel, shared)) for shared in self._from_piece]  # elements sent
+        self.part_splits = [sum(map(_numel, shared)) for shared in self._to_part]  # elements received
 
     def pack_pieces(self, pieces: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """This rank's pieces, one per matrix, in the order of their TP owners. buffer: [sum(piece_splits)]"""
-        ordered = sorted(zip(self.cuts, pieces, strict=True), key=lambda pair: pair[0].owner)  # stable
-        torch.cat([piece.reshape(-1) for _, piece in ordered], out=buffer)
+        """This rank's pieces, one for each matrix, for each rank in turn. buffer: [sum(piece_splits)]"""
+        _pack(pieces, self._from_piece, buffer)
 
     def unpack_pieces(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of `pack_pieces`: views of `buffer`, one per matrix."""
-        order = sorted(range(len(self.cuts)), key=lambda i: self.cuts[i].owner)
-        views: dict[int, torch.Tensor] = {}
-        start = 0
-        for i in order:
-            shape = self.cuts[i].shape_of(self.position)
-            views[i] = buffer[start : start + shape.numel()].view(shape)
-            start += shape.numel()
-        return [views[i] for i in range(len(self.cuts))]
+        """The inverse of `pack_pieces`: new tensors."""
+        return _unpack(buffer, self._from_piece, self._pieces)
 
-    def pack_owned(self, wholes: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """The matrices this rank owns, in the pieces of each rank in turn. buffer: [sum(owned_splits)]"""
-        parts = [
-            whole[cut.pieces[position]].reshape(-1)
-            for position in range(self.size)
-            for cut, whole in zip(self._owned, wholes, strict=True)
-        ]
-        if parts:
-            torch.cat(parts, out=buffer)
+    def pack_parts(self, parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
+        """This rank's parts, one for each matrix, also if empty. buffer: [sum(part_splits)]"""
+        _pack(parts, self._to_part, buffer)
 
-    def unpack_owned(self, buffer: torch.Tensor) -> list[torch.Tensor]:
-        """The inverse of `pack_owned`: new whole matrices, one per matrix that this rank owns."""
-        wholes = [buffer.new_empty(cut.shape) for cut in self._owned]
-        start = 0
-        for position in range(self.size):
-            for cut, whole in zip(self._owned, wholes, strict=True):
-                shape = cut.shape_of(position)
-                whole[cut.pieces[position]] = buffer[start : start + shape.numel()].view(shape)
-                start += shape.numel()
-        return wholes
+    def unpack_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
+        """The inverse of `pack_parts`: new tensors, one for each matrix, also if empty."""
+        return _unpack(buffer, self._to_part, self._parts)
+
+
+def whole_at(position: int, size: int, shape: torch.Size) -> tuple[Slices, ...]:
+    """The parts of a matrix that one position keeps whole."""
+    whole, nothing = tuple(slice(0, n) for n in shape), tuple(slice(0, 0) for _ in shape)
+    return tuple(whole if i == position else nothing for i in range(size))
+
+
+def shape_of(slices: Slices) -> torch.Size:
+    """Of a piece or a part."""
+    return torch.Size(s.stop - s.start for s in slices)
+
+
+def _numel(slices: Slices) -> int:
+    return shape_of(slices).numel()
+
+
+def _within(one: Slices, other: Slices) -> Slices:
+    """What two ranges of a matrix share, seen from the beginning of the other one."""
+    bounds = [(max(a.start, b.start), min(a.stop, b.stop), b.start) for a, b in zip(one, other, strict=True)]
+    if any(start >= stop for start, stop, _ in bounds):
+        return tuple(slice(0, 0) for _ in bounds)
+    return tuple(slice(start - base, stop - base) for start, stop, base in bounds)
+
+
+def _pack(tensors: Sequence[torch.Tensor], shared: list[list[Slices]], buffer: torch.Tensor) -> None:
+    runs = [tensor[s].reshape(-1) for each in shared for tensor, s in zip(tensors, each, strict=True)]
+    torch.cat(runs, out=buffer)
+
+
+def _unpack(buffer: torch.Tensor, shared: list[list[Slices]], wanted: Sequence[Slices]) -> list[torch.Tensor]:
+    tensors = [buffer.new_empty(shape_of(slices)) for slices in wanted]
+    start = 0
+    for each in shared:
+        for tensor, slices in zip(tensors, each, strict=True):
+            numel = _numel(slices)
+            tensor[slices] = buffer[start : start + numel].view(shape_of(slices))
+            start += numel
+    return tensors

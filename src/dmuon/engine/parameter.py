@@ -16,9 +16,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 from ..structure import PLAIN, Structure
 from .collectives import explained
+from .exchange import shape_of, whole_at
 from .layout import DataParallelLayout, Owner, local_slices, wrap_local
 from .owned import OwnedTensor
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import Slices, TensorParallel
 
 Version = tuple[int, int]
 READ_RULE = "whole weights and state dicts are read on all ranks"
@@ -44,8 +45,8 @@ class DedicatedParam:
         tp: how tensor parallelism holds it; None for a plain parameter.
         tp_owner: position in the TP group of the rank that runs Newton-Schulz.
         compute_dtype: what the module computes with, where the weight at rest has another dtype; else None.
-        in_pieces: the gradient and the momentum of a cut parameter stay where its pieces are, instead of
-            whole on the TP owner (the distributed Gram form).
+        has_team: the ranks that hold the pieces of a cut parameter orthogonalize it together, and each keeps
+            a part of the gradient and the momentum, instead of the TP owner all of them.
         published: the version that all replicas have; None: none in common.
         settle: brings what steps have left to be published to everyone, on all ranks.
         reduce_due: reduces what is due to be reduced, on all ranks.
@@ -73,7 +74,7 @@ class DedicatedParam:
         self.tp = tp
         self.tp_owner = tp_owner
         self.structure = structure
-        self.in_pieces = False
+        self.has_team = False
         self.gathered: nn.Parameter | None = None
         self.published: Version | None = None
         self.settle: Callable[[], None] = _nothing
@@ -82,6 +83,7 @@ class DedicatedParam:
         self.has_plain_neighbours = False
         self.even_chunk: torch.Tensor | None = None
         self._epoch = 0
+        self._parts: dict[bool, tuple[Slices, ...]] = {}  # by `has_team`
         self._nowhere: dict[tuple[torch.dtype, bool], DTensor] = {}  # gradients of a rank that keeps none
 
         source = cast(nn.Parameter, module._parameters[attribute])
@@ -154,13 +156,33 @@ class DedicatedParam:
 
     @property
     def keeps_state(self) -> bool:
-        """Whether this rank keeps the gradient and the momentum, or its pieces of them."""
-        return self.in_owner_row if self.in_pieces else self.is_owner
+        """Whether this rank keeps the gradient and the momentum, or its parts of them."""
+        return self.in_owner_row if self.has_team else self.is_owner
 
     @property
     def state_shape(self) -> torch.Size:
-        """Shape of the gradient and the momentum where they are kept: the whole matrix, or a piece."""
-        return self.piece_shape if self.in_pieces else self.full_shape
+        """Shape of the gradient and the momentum where they are kept: the whole matrix, or a part."""
+        return shape_of(self.part) if self.has_team else self.full_shape
+
+    @property
+    def parts(self) -> tuple[Slices, ...]:
+        """Of a cut parameter: which part of the gradient and the momentum each position keeps."""
+        assert self.tp is not None
+        if self.has_team not in self._parts:
+            whole = whole_at(self.tp_owner, self.tp.size, self.full_shape)
+            self._parts[self.has_team] = self.tp.team_parts if self.has_team else whole
+        return self._parts[self.has_team]
+
+    @property
+    def part(self) -> Slices:
+        """This rank's among `parts`."""
+        assert self.tp is not None
+        return self.parts[self.tp.position]
+
+    @property
+    def is_exchanged(self) -> bool:
+        """Whether gradient and update have to travel between the pieces and what is kept."""
+        return self.tp is not None and self.is_cut and self.parts != self.tp.pieces
 
     @property
     def keeps_weight(self) -> bool:
@@ -341,7 +363,7 @@ class DedicatedParam:
             result.copy_(local)
         with explained(f"the broadcast of a tensor of {self.param_name} to all ranks", READ_RULE):
             if tensor.placements != self.weight_placements:
-                if self.in_owner_row and self.tp is not None and self.is_cut and not self.in_pieces:
+                if self.in_owner_row and self.tp is not None and self.is_cut and not self.has_team:
                     self.tp.broadcast_from(result, self.tp_owner)
                 if self.keeps_weight:
                     self.layout.broadcast_down(result, self.coordinate)
@@ -350,17 +372,34 @@ class DedicatedParam:
 
     def to_owner(self, tensor: OwnedTensor) -> OwnedTensor:
         """What lies as the weight does, where the gradient lies. If cut, collective in the owner row."""
-        mine: torch.Tensor | None = tensor._local_tensor
-        if self.tp is not None and self.is_cut and not self.in_pieces and self.in_owner_row:
-            mine = self.tp.wrap(tensor._local_tensor).full_tensor()
+        mine = self._state_of_piece(tensor._local_tensor) if self.in_owner_row else None
         return self.wrap_owned(mine if self.keeps_state else None, tensor.dtype)
+
+    def _state_of_piece(self, piece: torch.Tensor) -> torch.Tensor:
+        """What this rank keeps (all of it, where it keeps nothing), from the pieces of the owner row, all of
+        whose ranks call this."""
+        if self.tp is None or not self.is_exchanged:
+            return piece
+        whole = self.tp.wrap(piece).full_tensor()
+        return whole[self.part].clone() if self.has_team else whole
+
+    def piece_of_state(self, state: torch.Tensor) -> torch.Tensor:
+        """This rank's piece, from the whole or, collective in the TP group, from a team's parts."""
+        if self.tp is None:
+            return state
+        if self.has_team and not self.is_exchanged:
+            return state
+        whole = self.tp.wrap(state, self.tp.team_placements).full_tensor() if self.has_team else state
+        return whole[self.tp.pieces[self.tp.position]]
 
     def from_whole(self, whole: torch.Tensor, placements: tuple[Placement, ...]) -> DTensor:
         """What every rank has whole, as it lies with those who keep it."""
         at_owner = placements == self.owner_placements and placements != self.weight_placements
         kept = self.keeps_state if at_owner else self.keeps_weight
-        if self.tp is not None and (self.in_pieces or not at_owner):
+        if self.tp is not None and not at_owner:
             whole = whole[self.tp.pieces[self.tp.position]]
+        elif self.has_team:
+            whole = whole[self.part]
         local = whole.contiguous() if kept else whole.new_empty((0, *whole.shape[1:]))
         return wrap_local(local, self.full_shape, self.mesh, placements)
 
@@ -416,9 +455,9 @@ class DedicatedParam:
         dtype = self.resting.dtype
         if self.resting.grad is None:
             if local is None:  # nothing to see in it: one serves every step
-                gradient = self._nowhere.get((dtype, self.in_pieces))
+                gradient = self._nowhere.get((dtype, self.has_team))
                 if gradient is None:
-                    gradient = self._nowhere[dtype, self.in_pieces] = self.wrap_owned(None, dtype)
+                    gradient = self._nowhere[dtype, self.has_team] = self.wrap_owned(None, dtype)
             else:
                 gradient = self.wrap_owned(local, dtype)
             self.resting.grad = gradient
@@ -451,13 +490,15 @@ class DedicatedParam:
             mine = self.from_whole(whole, self.owner_placements)
             self.resting.grad = OwnedTensor.of(mine, self._reference)
 
-    def check_momentum(self, momentum: DTensor) -> None:
+    def check_team(self, has_team: bool) -> None:
         """Refuse a momentum that lies otherwise than it should now; alike on all ranks.
+
+        has_team: whether there was one when the momentum was made.
 
         Raises:
             RuntimeError: if another optimizer has changed where it is kept.
         """
-        if momentum.placements != self.owner_placements:
+        if has_team != self.has_team:
             raise RuntimeError(
                 f"{self.param_name}: another Muon has been built on this model with another "
                 "tp_distributed_gram, so that this one's momentum lies where it can no longer be used. Take "
@@ -495,8 +536,8 @@ class DedicatedParam:
         """Placements on `mesh` of what lives with the one owner."""
         if self.tp is None:
             return self.layout.owner_placements()
-        pieces = self.tp.placements if self.in_pieces else self.tp.owner_placements
-        return self.layout.owner_placements() + pieces
+        kept = self.tp.team_placements if self.has_team else self.tp.owner_placements
+        return self.layout.owner_placements() + kept
 
     def local_gradient(self) -> torch.Tensor:
         """The gradient, `state_shape`, where `keeps_state`; no rows elsewhere. All of the owner row calls it.
@@ -507,9 +548,7 @@ class DedicatedParam:
         gradient = self.resting.grad
         assert isinstance(gradient, DTensor)
         local = gradient._local_tensor
-        if gradient.placements == self.owner_placements or self.tp is None or self.in_pieces:
-            return local
-        return self.tp.wrap(local).full_tensor()
+        return local if gradient.placements == self.owner_placements else self._state_of_piece(local)
 
 
 def _refuse_view(name: str, other: torch.Tensor) -> torch.Tensor:
@@ -549,8 +588,11 @@ class _Whole(torch.autograd.Function):
     def forward(ctx: Any, tensor: OwnedTensor, param: DedicatedParam) -> torch.Tensor:
         ctx.param, ctx.placements, ctx.dtype = param, tensor.placements, tensor.dtype
         spread = param.spread(tensor)
-        is_piece = param.in_pieces or tensor.placements == param.weight_placements
-        return param.tp.wrap(spread).full_tensor() if param.tp is not None and is_piece else spread
+        if param.tp is None:
+            return spread
+        if tensor.placements == param.weight_placements:
+            return param.tp.wrap(spread).full_tensor()
+        return param.tp.wrap(spread, param.tp.team_placements).full_tensor() if param.has_team else spread
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:

@@ -20,7 +20,7 @@ import contextlib
 import dataclasses
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -243,10 +243,6 @@ class Runtime:
             self.averaging.check_forward()
         self._end_of_order()
         self._forward += 1
-        if any(param.in_pieces for param in self.params):
-            # These publishes compute. Inside a layer, that would be in the sight of whatever watches its
-            # operations, such as selective activation checkpointing.
-            self.synchronize()
         if not was_sealed and self.groups[0].module is module:
             self._pre_forward(self.groups[0])  # its own hook came too late for this call
 
@@ -497,22 +493,23 @@ class Runtime:
 
     # After the step
 
-    def keep_in_pieces(self, chooses: Callable[[DedicatedParam, torch.dtype], bool]) -> None:
-        """Decide whose gradient and momentum stay in pieces, before the first step.
+    def form_teams(self, chosen: Collection[DedicatedParam]) -> None:
+        """Decide which parameters have a team, before the first step.
 
-        chooses: of a parameter and the dtype in which its gradient would travel.
+        Raises:
+            RuntimeError: where gradients lie, or are about to, as was decided before.
         """
         for group in self.groups:
             for param in group.params:
-                in_pieces = chooses(param, group.precision.reduce_dtype(param))
-                if in_pieces != param.in_pieces and group.ran:
+                has_team = param in chosen
+                if has_team != param.has_team and group.ran:
                     raise RuntimeError(f"{group.name} has run and waits for its backward: build Muon before")
-                if in_pieces != param.in_pieces and (group.unreduced or param.resting.grad is not None):
+                if has_team != param.has_team and (group.unreduced or param.resting.grad is not None):
                     raise RuntimeError(
                         f"{param.param_name} has a gradient already, and tp_distributed_gram decides where "
                         "gradients lie: build Muon before the first backward, or call model.zero_grad() first"
                     )
-                param.in_pieces = in_pieces
+                param.has_team = has_team
 
     def prepare_step(self) -> None:
         """What a step needs: all gradients, and replicas that are equal. On all ranks.
@@ -547,7 +544,10 @@ class Runtime:
             while upcoming is not None and len(ahead) < _PUBLISHED_AHEAD and upcoming not in ahead:
                 ahead.append(upcoming)
                 upcoming = self._next_group.get(upcoming)
-        for group in ahead:
+        # What teams compute is work of the step. Inside a layer it would, besides, be in the sight of what
+        # watches its operations, such as selective activation checkpointing.
+        teams = [g for g in self.groups if any(update.team is not None for update in g.due.values())]
+        for group in (*ahead, *teams):
             if group.due:
                 group.publish()
 

@@ -44,10 +44,10 @@ class TensorParallel:
         return dims[0] if dims else None
 
     @property
-    def gram_numel(self) -> int:
-        """Elements of one triangle of the small Gram matrix, diagonal included."""
-        side = min(self.shape)
-        return side * (side + 1) // 2
+    def long_dim(self) -> int:
+        """The longer side, which a team's parts are cut along; of two equal ones, that which is cut already."""
+        rows, cols = self.shape
+        return (self.shard_dim or 0) if rows == cols else int(cols > rows)
 
     @property
     def piece_shape(self) -> torch.Size:
@@ -58,9 +58,10 @@ class TensorParallel:
         """Shape of the piece at a position."""
         return torch.Size(s.stop - s.start for s in self.pieces[position])
 
-    def wrap(self, piece: torch.Tensor) -> DTensor:
-        """The DTensor that the module computes with, whose local tensor is `piece` itself."""
-        return wrap_local(piece, self.shape, self.mesh, self.placements)
+    def wrap(self, piece: torch.Tensor, placements: tuple[Placement, ...] | None = None) -> DTensor:
+        """The DTensor that the module computes with, whose local tensor is `piece` itself; or of a part, with
+        other placements."""
+        return wrap_local(piece, self.shape, self.mesh, placements or self.placements)
 
     @property
     def owner_placements(self) -> tuple[Placement, ...]:
@@ -71,6 +72,21 @@ class TensorParallel:
         return tuple(
             Shard(0 if p.dim else 1) if dim in self.cutting else p  # type: ignore[attr-defined]
             for dim, p in enumerate(self.placements)
+        )
+
+    @property
+    def team_placements(self) -> tuple[Placement, ...]:
+        """Placements, on `mesh`, of what lives in parts on the team."""
+        long = Shard(self.long_dim)
+        return tuple(long if dim in self.cutting else p for dim, p in enumerate(self.placements))
+
+    @property
+    def team_parts(self) -> tuple[Slices, ...]:
+        """The parts of the matrix, by position: the long side shared out."""
+        sizes = [self.mesh.shape[dim] for dim in self.cutting]
+        return tuple(
+            _slices(self.shape, [(self.long_dim, n, i) for n, i in zip(sizes, place, strict=True)])
+            for place in self.places
         )
 
     @property

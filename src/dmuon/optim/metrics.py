@@ -15,11 +15,12 @@ from torch.distributed.tensor import DTensor
 
 from ..clip import groups_of, is_first_copy
 from ..engine.agreement import ranks_of
-from ..engine.parameter import local_part
+from ..engine.parameter import DedicatedParam, local_part
 from ..scratch import Scratch
 from ..structure import Structure
 from .newton_schulz import Settings
 from .parts import orthogonalize_parts, scale_of
+from .team import Team
 from .update import UpdateRule, check_rule, last_direction, shape_scale
 
 if TYPE_CHECKING:
@@ -89,10 +90,8 @@ def measure(optimizer: Muon, groups: Mapping[str, str] | None) -> dict[str, floa
 
 
 def _all(optimizer: Muon, widest: DeviceMesh) -> Iterator[_Measured]:
-    """widest: the mesh over which sums are taken. What lies on the data-parallel ranks alone is there once
-    for each tensor-parallel rank."""
+    """widest: the mesh over which sums are taken."""
     scratch = Scratch(reuse=True)
-    beside = widest.get_coordinate()[optimizer._runtime.layout.mesh.ndim :]  # type: ignore[index]
     for group in optimizer.param_groups:
         if group["algorithm"] != "muon":
             continue
@@ -102,14 +101,26 @@ def _all(optimizer: Muon, widest: DeviceMesh) -> Iterator[_Measured]:
                 param = optimizer._record(resting)
                 structure = param.structure if param is not None else optimizer._stacks[id(resting)]
                 mesh = param.mesh if param is not None else getattr(resting, "device_mesh", widest)
-                is_counted = mesh.size() == widest.size() or not any(beside)
                 sums = _Sums()
-                if is_counted:
+                if _is_counted(mesh, widest):
                     sums = _sums(optimizer, resting, structure, rule, settings, scratch)
                 kinds = structure.matrices(resting.shape)
                 matrices = sum(count for count, _, _ in kinds)
                 sides = sum(count * min(rows, cols) for count, rows, cols in kinds)
                 yield _Measured(optimizer._names[id(resting)], sums, resting.numel(), matrices, sides)
+
+
+def _is_counted(mesh: DeviceMesh, widest: DeviceMesh) -> bool:
+    """Whether this rank's part of a tensor on `mesh` counts: it is there once for each rank of other dims."""
+    inside = set(mesh.mesh.flatten().tolist())
+    coordinate = widest.get_coordinate()
+    assert coordinate is not None
+    others = (d for d in range(widest.ndim) if not inside.issuperset(_ranks_along(widest, d)))
+    return all(coordinate[dim] == 0 for dim in others)
+
+
+def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
+    return dist.get_process_group_ranks(mesh.get_group(dim))
 
 
 def _sums(
@@ -131,11 +142,11 @@ def _sums(
         first = param.in_owner_row and (param.tp is None or param.tp.copies[0] == dist.get_rank())
         gradient = param.local_gradient() if param.in_owner_row else None  # type: ignore[assignment]
         sums = _Sums(weight=_square(param.resting_local)) if first else _Sums()
+        if param.has_team and param.in_owner_row:
+            of_team = _look_at_teams_update(optimizer, param, momentum, gradient, rule, settings)
+            of_team.weight = sums.weight
+            return of_team if first else sums
         if not (first and param.keeps_state):
-            return sums
-        if param.in_pieces:  # its Newton-Schulz takes all who have one
-            sums.gradient, sums.momentum = _square(gradient), _square(momentum)
-            sums.update = sums.residual = math.nan
             return sums
     sums.gradient, sums.momentum = _square(gradient), _square(momentum)
     if momentum.numel():
@@ -170,6 +181,33 @@ def _look_at_update(
             if matrix.any():  # an idle expert has no update
                 gram.diagonal().sub_(1)
             sums.residual = sums.residual + _square(gram)
+
+
+def _look_at_teams_update(
+    optimizer: Muon,
+    param: DedicatedParam,
+    momentum: torch.Tensor,
+    gradient: torch.Tensor,
+    rule: UpdateRule,
+    settings: Settings,
+) -> _Sums:
+    """Likewise, on all ranks of a team, of this one's parts."""
+    communication, tp = optimizer._runtime.communication, param.tp
+    assert communication is not None
+    assert tp is not None
+    sums = _Sums(_square(gradient), _square(momentum))
+
+    def look() -> None:
+        peers, team, shape = communication.team(param.param_name, tp.ranks), Team(settings), param.full_shape
+        direction = last_direction(momentum, gradient, rule)
+        update = team.orthogonalize([direction], [shape], peers)[0]
+        sums.update = _square(update) * scale_of(param.structure, shape, rule.adjust_lr_fn) ** 2
+        sums.residual = team.residual(update, shape, peers)
+        has_any = peers.all_gather((gradient != 0).any().float().view(1)).any()
+        sums.idle = (~has_any).double() if peers.position == 0 else 0.0
+
+    communication.weights.put("metrics", param.param_name, look).wait()
+    return sums
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,6 @@ from ..scratch import Scratch
 from ..selection import clean_name
 from ..structure import Structure
 from .cautions import warn_of_long_rows, warn_of_rounding
-from .distributed_gram import GramPolicy, GramUpdate, check_policy, check_triples, chooses
 from .groups import (
     check_adamw,
     check_averaged,
@@ -39,6 +38,7 @@ from .metrics import measure
 from .newton_schulz import Coefficients, Settings, resolve_coefficients
 from .parts import orthogonalize_parts, params_at_once, scale_of, update_stack
 from .products import Backend, backend_name, check_available, check_backend
+from .team import Team, TeamPolicy, check_policy, teams_of
 from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
 
 logger = logging.getLogger(__name__)
@@ -113,11 +113,11 @@ class Muon(Optimizer):
             to zero, too (arXiv:2510.12402).
         ns_algorithm: "direct", "gram", or "auto" by operation count.
         momentum_dtype: dtype of the momentum buffers.
-        tp_distributed_gram: leave the gradient and the momentum of a matrix that tensor parallelism cuts by
-            its long side in pieces, and send its small Gram matrix (in float64) and a factor instead of
-            pieces of gradient and update. The update is the same, whatever `ns_dtype` and `ns_algorithm`.
-        tp_distributed_gram_policy: "beneficial" does so where it moves fewer bytes, "always" wherever it can
-            be done, "never" nowhere.
+        tp_distributed_gram: let the ranks that hold the pieces of a matrix, cut by tensor parallelism, work
+            on it as a team: each keeps a part of the gradient and the momentum, and they share Newton-Schulz
+            (the direct form, whatever `ns_algorithm`); see `dmuon.optim.team`.
+        tp_distributed_gram_policy: "beneficial" does so where the busiest rank is done sooner by it, "always"
+            for every cut matrix, "never" for none.
         adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA
             and CPU.
         betas: another name of `adamw_betas`, which frameworks use.
@@ -156,7 +156,7 @@ class Muon(Optimizer):
         ns_algorithm: str = "auto",
         momentum_dtype: torch.dtype = torch.float32,
         tp_distributed_gram: bool = False,
-        tp_distributed_gram_policy: GramPolicy = "beneficial",
+        tp_distributed_gram_policy: TeamPolicy = "beneficial",
         adamw_fused: bool | None = None,
         ns_backend: Backend = "auto",
         betas: tuple[float, float] | None = None,
@@ -205,9 +205,7 @@ class Muon(Optimizer):
         self._adamw: AdamW | None = None
         check_muon({**self._muon_defaults})
         check_adamw(self._adamw_defaults)
-        gram_policy = check_policy(tp_distributed_gram_policy) if tp_distributed_gram else "never"
-        if gram_policy != "never":
-            check_triples(resolve_coefficients(ns_coefficients, ns_steps))
+        team_policy = check_policy(tp_distributed_gram_policy) if tp_distributed_gram else "never"
         check_averaged(model, self._runtime)
         super().__init__(self._complete_groups(param_groups or ()) if given is None else given, {})
         self._complete = True
@@ -215,8 +213,10 @@ class Muon(Optimizer):
         self.defaults = {"momentum": momentum}
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
         self._runtime.seal()
-        dtype = self._compute_dtype(self._settings(self._muon_defaults))
-        self._runtime.keep_in_pieces(lambda param, gradient: chooses(gram_policy, param, gradient, dtype))
+        settings = self._settings(self._muon_defaults)
+        dtype = self._compute_dtype(settings)
+        self._teams = teams_of(team_policy, self._runtime.params, settings, dtype)
+        self._runtime.form_teams(self._teams)
         install_optimizer_hooks(self)
         self._runtime.orthogonalization = self._orthogonalization()
         if logger.isEnabledFor(logging.INFO):
@@ -437,16 +437,16 @@ class Muon(Optimizer):
         settings: Settings,
         mine: dict[_Kind, list[_Matrix]],
     ) -> None:
-        """A matrix that is whole here is put down in `mine`; of one in pieces, the piece is prepared."""
+        """A matrix that is whole here is put down in `mine`; of one that has a team, this rank's part is made
+        ready for the publish."""
         momentum = self._momentum(param)
         if not param.in_owner_row:
             return
         update.live = param.gradient_count
         gradient = param.local_gradient()
-        if param.in_pieces:
-            check_triples(settings.triples)
-            direction = momentum_step(momentum, gradient, rule, live=update.live)
-            update.gram = GramUpdate(direction, param.shard_dim == 0, settings.triples)
+        if param.has_team:
+            update.part = momentum_step(momentum, gradient, rule, live=update.live)
+            update.team = Team(settings)
         elif param.keeps_state:
             # What other ranks orthogonalize too, because tensor parallelism does not cut it, goes only with
             # others of the kind: rounding depends on the batch, and all copies have to come out alike.
@@ -482,6 +482,7 @@ class Muon(Optimizer):
 
     def _momentum(self, param: DedicatedParam) -> torch.Tensor:
         """This rank's part of the momentum: `state_shape` where it is kept, no rows elsewhere."""
+        self.check_team(param)
         state = self.state[param.resting]
         if "momentum_buffer" not in state:
             zeros = None
@@ -489,8 +490,11 @@ class Muon(Optimizer):
                 zeros = torch.zeros(param.state_shape, dtype=self.momentum_dtype, device=param.layout.device)
             state["momentum_buffer"] = param.wrap_owned(zeros, self.momentum_dtype)
         momentum = state["momentum_buffer"]
-        param.check_momentum(momentum)
         return momentum._local_tensor
+
+    def check_team(self, param: DedicatedParam) -> None:
+        """Refuse a momentum that lies otherwise than it should now; see `DedicatedParam.check_team`."""
+        param.check_team(param in self._teams)
 
     def _update_stack(
         self, stack: torch.Tensor, rule: UpdateRule, settings: Settings, scratch: Scratch

@@ -283,25 +283,43 @@ def _count(rows: int, cols: int, steps: int, form: str) -> int:
 def _normalise(batch: Tensor, eps: float, dtype: torch.dtype, scratch: Scratch) -> Tensor:
     """Return ``x / max(frobenius_norm(x), eps)`` for each matrix of (batch, rows, cols), contiguous.
 
-    The division is done in float32 at least, the result has ``dtype``. Dividing by the largest entry first
-    keeps the squares in range. Norms of rows first, then of those: one long float32 sum would lose digits
-    (5e-4 for 4096 x 4096 on CPU).
+    The division is done in float32 at least, the result has ``dtype``.
     """
-    precision = torch.promote_types(batch.dtype, torch.float32)
-    # As largest and smallest entry: on CPU a norm of order infinity takes twenty times as long.
-    largest, smallest = (extreme(batch, dim=(-2, -1), keepdim=True) for extreme in (torch.amax, torch.amin))
-    peak = torch.maximum(largest, smallest.neg())  # (batch, 1, 1)
+    scaled, peak, norm = measure(batch, scratch)
     zero = peak == 0
-    peak = peak.to(precision).masked_fill(zero, 1)
-    scaled = torch.div(batch, peak, out=_buffer(scratch, batch.shape, precision, batch.device))
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)  # (batch, rows, 1)
-    norm = torch.linalg.vector_norm(norm, dim=-2, keepdim=True)  # (batch, 1, 1)
+    peak = peak.masked_fill(zero, 1)
     # max(true norm, eps) in units of the peak. Not `eps / peak`: torch computes that through 1 / peak, which
     # overflows for a subnormal peak.
     divisor = torch.maximum(norm, torch.full_like(peak, eps) / peak).masked_fill(zero, 1)
-    if dtype == precision:
+    return divide(scaled, divisor, dtype, scratch)
+
+
+def measure(batch: Tensor, scratch: Scratch) -> tuple[Tensor, Tensor, Tensor]:
+    """Each matrix divided by its largest entry, that entry (0 for a matrix of zeros or without elements), and
+    the Frobenius norm in its units; in float32 at least.
+
+    batch: (batch, rows, cols). Returns a buffer of this shape, and twice (batch, 1, 1). In units of the
+    largest entry the squares stay in range. Norms of rows first, then of those: one long float32 sum would
+    lose digits (5e-4 for 4096 x 4096 on CPU).
+    """
+    precision = torch.promote_types(batch.dtype, torch.float32)
+    if batch.numel() == 0:
+        nothing = batch.new_zeros(len(batch), 1, 1, dtype=precision)
+        return batch.to(precision), nothing, nothing
+    # As largest and smallest entry: on CPU a norm of order infinity takes twenty times as long.
+    largest, smallest = (extreme(batch, dim=(-2, -1), keepdim=True) for extreme in (torch.amax, torch.amin))
+    peak = torch.maximum(largest, smallest.neg()).to(precision)  # (batch, 1, 1)
+    unit = peak.masked_fill(peak == 0, 1)
+    scaled = torch.div(batch, unit, out=_buffer(scratch, batch.shape, precision, batch.device))
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)  # (batch, rows, 1)
+    return scaled, peak, torch.linalg.vector_norm(norm, dim=-2, keepdim=True)
+
+
+def divide(scaled: Tensor, divisor: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """`scaled` of `measure`, which is given back or used again, over (batch, 1, 1), in ``dtype``."""
+    if dtype == scaled.dtype:
         return scaled.div_(divisor)
-    result = torch.div(scaled, divisor, out=_buffer(scratch, batch.shape, dtype, batch.device))
+    result = torch.div(scaled, divisor, out=_buffer(scratch, scaled.shape, dtype, scaled.device))
     scratch.give_back(scaled)
     return result
 
@@ -323,9 +341,9 @@ def _gram_form(x: Tensor, triples: Sequence[Triple], product: SymmetricProduct, 
     gram, first, second = _small_buffers(x, 3, scratch)
     for k in range(0, len(triples), 2):
         if k + 1 < len(triples):
-            _gram_of(x, product, out=gram)
+            gram_of(x, product, out=gram)
             factor = _pair_factor(gram, triples[k], triples[k + 1], first, second, product)
-            _apply(factor, x, scale=triples[k][0] * triples[k + 1][0], out=other)
+            apply_factor(factor, x, scale=triples[k][0] * triples[k + 1][0], out=other)
         else:
             _direct_step(x, triples[k], gram, first, product, out=other)
         x, other = other, x
@@ -356,9 +374,9 @@ def _direct_step(
     x: Tensor, triple: Triple, gram: Tensor, polynomial: Tensor, product: SymmetricProduct, *, out: Tensor
 ) -> None:
     """Write a X + (b R + c R^2) X to ``out``, for R the Gram matrix of X; overwrites both small buffers."""
-    _gram_of(x, product, out=gram)
+    gram_of(x, product, out=gram)
     _polynomial(gram, triple, product, out=polynomial)
-    _apply(polynomial, x, scale=triple[0], out=out)
+    apply_factor(polynomial, x, scale=triple[0], out=out)
 
 
 def _small_buffers(x: Tensor, count: int, scratch: Scratch) -> list[Tensor]:
@@ -372,9 +390,10 @@ def _is_tall(x: Tensor) -> bool:
     return x.shape[-2] > x.shape[-1]
 
 
-def _gram_of(x: Tensor, product: SymmetricProduct, *, out: Tensor) -> None:
-    """Write X X^T (wide) or X^T X (tall), of the smaller side, to ``out``."""
-    a, b = (x.mT, x) if _is_tall(x) else (x, x.mT)
+def gram_of(x: Tensor, product: SymmetricProduct, *, out: Tensor, tall: bool | None = None) -> None:
+    """Write X X^T (wide) or X^T X (tall) to ``out``. tall: None, by the shape of X; else as X is a part of
+    such a matrix."""
+    a, b = (x.mT, x) if (_is_tall(x) if tall is None else tall) else (x, x.mT)
     product(a, b, alpha=1.0, beta=0.0, out=out)
 
 
@@ -384,7 +403,7 @@ def _polynomial(gram: Tensor, triple: Triple, product: SymmetricProduct, *, out:
     product(gram, gram, plus=gram, alpha=c, beta=b, out=out)
 
 
-def _apply(factor: Tensor, x: Tensor, *, scale: float, out: Tensor) -> None:
+def apply_factor(factor: Tensor, x: Tensor, *, scale: float, out: Tensor, tall: bool | None = None) -> None:
     """Write scale X + factor X (wide) or scale X + X factor (tall) to ``out``; ``factor`` is symmetric."""
-    a, b = (x, factor) if _is_tall(x) else (factor, x)
+    a, b = (x, factor) if (_is_tall(x) if tall is None else tall) else (factor, x)
     multiply_add(x, a, b, alpha=1.0, beta=scale, out=out)
