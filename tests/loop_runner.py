@@ -346,10 +346,10 @@ class Run:
                 assert keeps is False or keeps not in self.oracle.reference.buffers, "momentum is missing"
 
     def compare_kept(self, record: Any, mine: DTensor, expected: torch.Tensor | None, what: str) -> None:
-        """What the owner keeps; the whole or, in the distributed Gram form, its piece."""
+        """What the owner keeps; the whole or, of a team, its part."""
         local = mine._local_tensor
         expected = torch.zeros(record.full_shape) if expected is None else expected
-        expected = expected[record.tp.pieces[record.tp.position]] if record.has_team else expected
+        expected = expected[record.part] if record.has_team else expected
         bound = self.tolerance * max(1.0, expected.abs().max().item() if expected.numel() else 1.0)
         difference = (local - expected).abs().max().item() if local.numel() else 0.0
         assert difference <= bound, f"{what} of {record.param_name} is off by {difference}"

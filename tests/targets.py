@@ -25,7 +25,7 @@ def kept_by_one(tensor: torch.Tensor, record: DedicatedParam) -> torch.Tensor:
     local = tensor.to_local()
     whole, keepers = torch.zeros(tensor.shape, dtype=local.dtype), torch.zeros(tensor.shape)
     if local.numel():
-        where = record.tp.pieces[record.tp.position] if record.has_team else ...
+        where = record.part if record.has_team else ...
         assert whole[where].shape == local.shape
         whole[where] = local
         keepers[where] = 1

@@ -88,8 +88,9 @@ def run(sizes: dict[str, int], shape: tuple[int, int], variant: dict[str, Any]) 
 
 
 def collectives(runtime: Runtime, *, reshard: bool) -> dict[str, int]:
-    """Per group: gather 1 or 2, reduce 1; along the column 1 + 1; in the owner row 1 + 1 (where matrices stay
-    in pieces, 2 after the step), and 1 for those of which the row has copies."""
+    """Per group: gather 1 or 2, reduce 1; along the column 1 + 1; in the owner row 1 + 1 where pieces are no
+    parts of a team, and 1 for those of which the row has copies. Of a team, for the norms and in each step of
+    Newton-Schulz, reduce 1 and gather 2."""
     calls: Counter[str] = Counter()
     for group in runtime.groups:
         mine = [param for param in group.params if param.in_owner_row]
@@ -97,10 +98,10 @@ def collectives(runtime: Runtime, *, reshard: bool) -> dict[str, int]:
             calls += Counter({"gather": 2 if reshard else 1, "reduce": 1})
         if runtime.layout.replicate_size > 1 and any(param.keeps_weight for param in group.params):
             calls += Counter(reduce_replicas=1, publish=1)
-        if any(param.is_cut and not param.has_team for param in mine):
+        if any(param.is_exchanged for param in mine):
             calls += Counter(exchange=1, publish_exchange=1)
         if any(param.has_team for param in mine):
-            calls += Counter(publish_exchange=2)
+            calls += Counter(team_reduce=5, team_gather=11)
         if any(param.tp is not None and len(param.tp.copies) > 1 for param in mine):
             calls += Counter(sum_copies=1)
     return dict(calls)
@@ -111,9 +112,8 @@ def updates_of_a_step(optimizer: dmuon.Muon, runtime: Runtime) -> int:
     seen = []
 
     def publish(updates: Updates) -> None:
-        orthogonal = [update.orthogonal for update in updates.values()]
-        directions = [update.gram.direction for update in updates.values() if update.gram is not None]
-        seen.append(sum(storages(t for t in [*orthogonal, *directions] if t is not None).values()))
+        tensors = [t for update in updates.values() for t in (update.orthogonal, update.part)]
+        seen.append(sum(storages(t for t in tensors if t is not None).values()))
         type(runtime).publish(runtime, updates)
 
     runtime.publish = publish

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 import dmuon
-from dmuon.engine.exchange import Cut, Exchange
+from dmuon.engine.exchange import Cut, Exchange, whole_at
 from dmuon.engine.layout import root_mesh
 from dmuon.engine.runtime import find_runtime
 from dmuon.engine.tensor_parallel import TensorParallel, _slices
@@ -90,7 +90,7 @@ def whole_momentum(model: nn.Module, optimizer: dmuon.Muon, name: str) -> torch.
     local = optimizer.state[param.resting]["momentum_buffer"]._local_tensor
     whole, kept = torch.zeros(param.full_shape), torch.zeros(param.full_shape)
     if param.keeps_state:
-        where = param.tp.pieces[param.tp.position] if param.has_team else ()
+        where = param.part if param.has_team else ()
         whole[where] += local
         kept[where] += 1
     dist.all_reduce(whole)
@@ -139,9 +139,9 @@ def test_training_with_clipping(ranks, sizes):
 @pytest.mark.always("dp2-tp2-0.01", "ddp2-tp2-None")
 @pytest.mark.parametrize("clip", [None, 0.01])
 @pytest.mark.parametrize("sizes", TP_MESHES)
-def test_training_with_distributed_gram(ranks, sizes, clip):
-    gram = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}
-    same_if_synchronous(ranks, sizes, clip=clip, **gram)
+def test_training_with_teams(ranks, sizes, clip):
+    teams = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}
+    same_if_synchronous(ranks, sizes, clip=clip, **teams)
 
 
 def inspect(sizes: dict[str, int]) -> list[dict[str, Any]]:
@@ -431,17 +431,18 @@ def test_any_cut_of_any_shape(ranks, sizes, matrices, seed):
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=2),
     matrices=st.lists(
         st.tuples(
-            st.integers(0, 7), st.integers(0, 7), st.integers(0, 1), st.integers(0, 1), st.integers(0, 15)
+            st.integers(0, 7), st.integers(0, 7), st.integers(0, 1), st.integers(0, 1), st.integers(-2, 15)
         ),
         min_size=1,
         max_size=5,
     ),
 )
 def test_the_exchange_is_its_own_inverse(sizes, matrices):
-    """Carried out by hand between all positions, on matrices whose elements say where they belong."""
+    """Carried out by hand between all positions, on matrices whose elements say where they belong; each is
+    kept by one position or, where the owner is negative, by all, cut along one dim."""
     positions = list(itertools.product(*map(range, sizes)))
     world = len(positions)
-    fulls, cuts_of = [], []
+    fulls, cuts = [], []
     for number, (rows, cols, first, second, owner) in enumerate(matrices):
         full = torch.arange(rows * cols).view(rows, cols) + 1000 * number
         dims = (first, second)[: len(sizes)]
@@ -449,31 +450,35 @@ def test_the_exchange_is_its_own_inverse(sizes, matrices):
             _slices(full.shape, [(d, n, i) for d, n, i in zip(dims, sizes, where, strict=True)])
             for where in positions
         )
+        shared = tuple(_slices(full.shape, [(owner % 2, world, i)]) for i in range(world))
+        parts = shared if owner < 0 else whole_at(owner % world, world, full.shape)
         fulls.append(full)
-        cuts_of.append((pieces, owner % world))
+        cuts.append(Cut(full.shape, pieces, parts))
 
-    cuts = [Cut(f.shape, pieces, owner) for f, (pieces, owner) in zip(fulls, cuts_of, strict=True)]
     plans = [Exchange(cuts, position) for position in range(world)]
-    pieces_at = [
-        [f[p[position]] for f, (p, _) in zip(fulls, cuts_of, strict=True)] for position in range(world)
-    ]
+    pieces_at, parts_at = (
+        [
+            [f[getattr(cut, kind)[position]] for f, cut in zip(fulls, cuts, strict=True)]
+            for position in range(world)
+        ]
+        for kind in ("pieces", "parts")
+    )
     sends = []
     for plan, pieces in zip(plans, pieces_at, strict=True):
         send = torch.empty(sum(plan.piece_splits), dtype=torch.int64)
         plan.pack_pieces(pieces, send)
         sends.append(send.split(plan.piece_splits))
-    wholes = []
+    kept = []
     for position, plan in enumerate(plans):
         parts = [sends[source][position] for source in range(world)]
-        assert [len(part) for part in parts] == plan.owned_splits
-        wholes.append(plan.unpack_owned(torch.cat(parts)))
-        expected = [f for f, (_, owner) in zip(fulls, cuts_of, strict=True) if owner == position]
-        assert all(torch.equal(a, b) for a, b in zip(wholes[-1], expected, strict=True))
+        assert [len(part) for part in parts] == plan.part_splits
+        kept.append(plan.unpack_parts(torch.cat(parts)))
+        assert all(torch.equal(a, b) for a, b in zip(kept[-1], parts_at[position], strict=True))
     back = []
-    for plan, whole in zip(plans, wholes, strict=True):
-        send = torch.empty(sum(plan.owned_splits), dtype=torch.int64)
-        plan.pack_owned(whole, send)
-        back.append(send.split(plan.owned_splits))
+    for plan, parts in zip(plans, kept, strict=True):
+        send = torch.empty(sum(plan.part_splits), dtype=torch.int64)
+        plan.pack_parts([part if part.numel() else None for part in parts], send)
+        back.append(send.split(plan.part_splits))
     for position, plan in enumerate(plans):
         received = plan.unpack_pieces(torch.cat([back[source][position] for source in range(world)]))
         assert all(torch.equal(a, b) for a, b in zip(received, pieces_at[position], strict=True))

@@ -377,11 +377,8 @@ class Buffer:
     ) -> list[torch.Tensor]:
         """Updates from those who made them; this rank's pieces, new tensors."""
         exchange, scratch = self._exchange_of(tp, params), self._to_pieces_scratch
-        nothing = torch.empty((0, 0), dtype=dtype, device=self.layout.device)
         send = scratch.take(sum(exchange.part_splits), dtype, self.layout.device)
-        exchange.pack_parts(
-            [nothing if (part := updates[param].orthogonal) is None else part for param in params], send
-        )
+        exchange.pack_parts([updates[param].orthogonal for param in params], send)
         for param in params:  # packed: their memory can go
             updates[param].orthogonal = None
         receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)

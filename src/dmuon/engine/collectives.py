@@ -23,6 +23,8 @@ from .tensor_parallel import TensorParallel
 ProcessGroups = Literal["isolated", "shared"]
 Parts = Sequence[tuple[int, torch.Tensor]]  # position in the group, and what comes from there or goes there
 
+# torch 2.13 has given it another name.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _RULE = "what one rank gathers or reduces, all of its group must"
 
 
@@ -116,7 +118,7 @@ class Peers:
 
     def all_gather(self, all_parts: torch.Tensor, part: torch.Tensor) -> int:
         """One part from each rank, of one size, to all. Returns the bytes received."""
-        dist.all_gather_into_tensor(all_parts, part, group=self._group)
+        _all_gather(all_parts, part, group=self._group)
         return all_parts.nbytes - part.nbytes
 
     def connect(self) -> None:
@@ -319,7 +321,11 @@ class TeamPeers:
         """The parts of all ranks, of one size: [size, numel of a part]."""
         parts = part.new_empty(self.size, part.numel())
         self._communication._run(
-            "team_gather", self._label, "weights", self._ranks, lambda peers: peers.all_gather(parts, part)
+            "team_gather",
+            self._label,
+            "weights",
+            self._ranks,
+            lambda peers: peers.all_gather(parts.view(-1), part),
         )
         return parts
 

@@ -49,8 +49,8 @@ class Exchange:
         """The inverse of `pack_pieces`: new tensors."""
         return _unpack(buffer, self._from_piece, self._pieces)
 
-    def pack_parts(self, parts: Sequence[torch.Tensor], buffer: torch.Tensor) -> None:
-        """This rank's parts, one for each matrix, also if empty. buffer: [sum(part_splits)]"""
+    def pack_parts(self, parts: Sequence[torch.Tensor | None], buffer: torch.Tensor) -> None:
+        """This rank's parts, one for each matrix; None for one that it has not. buffer: [sum(part_splits)]"""
         _pack(parts, self._to_part, buffer)
 
     def unpack_parts(self, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -81,9 +81,11 @@ def _within(one: Slices, other: Slices) -> Slices:
     return tuple(slice(start - base, stop - base) for start, stop, base in bounds)
 
 
-def _pack(tensors: Sequence[torch.Tensor], shared: list[list[Slices]], buffer: torch.Tensor) -> None:
-    runs = [tensor[s].reshape(-1) for each in shared for tensor, s in zip(tensors, each, strict=True)]
-    torch.cat(runs, out=buffer)
+def _pack(tensors: Sequence[torch.Tensor | None], shared: list[list[Slices]], buffer: torch.Tensor) -> None:
+    pairs = (pair for each in shared for pair in zip(tensors, each, strict=True))
+    runs = [tensor[slices].reshape(-1) for tensor, slices in pairs if tensor is not None]
+    if runs:
+        torch.cat(runs, out=buffer)
 
 
 def _unpack(buffer: torch.Tensor, shared: list[list[Slices]], wanted: Sequence[Slices]) -> list[torch.Tensor]:

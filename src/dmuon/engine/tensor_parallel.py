@@ -45,7 +45,7 @@ class TensorParallel:
 
     @property
     def long_dim(self) -> int:
-        """The longer side, which a team's parts are cut along; of two equal ones, that which is cut already."""
+        """The longer side, along which a team has parts; of two equal ones, that which is cut already."""
         rows, cols = self.shape
         return (self.shard_dim or 0) if rows == cols else int(cols > rows)
 
