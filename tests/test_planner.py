@@ -358,20 +358,16 @@ def test_work_is_counted_where_it_is_done():
         (0, 0): long + square,
         (0, 1): long + square,
     }
-    gram = plan(model, "tp=2", Options(dtypes=Dtypes(), ns_algorithm="auto", gram_policy="always"))
-    assert all(load.operations == square for load in gram.loads.values())
-    pieces = 2 * 2 * 2 * 4 * 4 * 4  # of two matrices the Gram matrix of a piece, and the factor applied to it
-    assert {load.float64 for load in gram.loads.values()} == {pieces + 5 * 8 * 4**3}  # and one factor each
 
 
 def test_balance_is_that_of_the_assignment():
     eight = plan("llama-3-8b", "dp=8", FLOAT32)
-    numbers = report(eight, Rate(1e12, None, "given"))["balance"]
+    numbers = report(eight, Rate(1e12, "given"))["balance"]
     busiest = max(load.operations for load in eight.loads.values())
     mean = sum(operation_count(*param.shape) for param in eight.model.dedicated) / 8
     assert numbers["over_bound"] == numbers["over_mean"] == pytest.approx(busiest / mean)
     assert numbers["rank_over_bound"] == numbers["rank_over_mean"] == pytest.approx(busiest / mean)
-    many = report(plan("llama-3-8b", "dp=512", FLOAT32), Rate(1e12, None, "given"))
+    many = report(plan("llama-3-8b", "dp=512", FLOAT32), Rate(1e12, "given"))
     assert many["balance"]["owners"] == 224  # a matrix each
     assert many["balance"]["over_bound"] == 1.0  # one of the largest each: no assignment can do better
     assert many["balance"]["over_mean"] > 2
@@ -379,14 +375,14 @@ def test_balance_is_that_of_the_assignment():
 
 
 def test_time_is_that_of_the_busiest_rank():
-    given = report(plan("gpt2", "dp=4", FLOAT32), Rate(2e12, None, "given"))["newton_schulz"]
+    given = report(plan("gpt2", "dp=4", FLOAT32), Rate(2e12, "given"))["newton_schulz"]
     assert given["seconds"] == given["busiest_rank_operations"] / 2e12
     assert given["seconds_on_one_rank"] == pytest.approx(4 * given["mean_rank_operations"] / 2e12)
     assert given["mean_rank_operations"] <= given["busiest_rank_operations"]
 
 
 def test_limits_say_how_many_owners_are_of_use():
-    numbers = report(plan("llama-3-8b", "dp=8", FLOAT32), Rate(1e12, None, "given"))
+    numbers = report(plan("llama-3-8b", "dp=8", FLOAT32), Rate(1e12, "given"))
     rows = {row["layer"]: row for row in numbers["limits"]}
     total = sum(operation_count(*param.shape) for param in load("llama-3-8b").dedicated)
     assert rows["mlp.up_proj"]["useful_owners"] == total // operation_count(14336, 4096)
@@ -420,7 +416,7 @@ def counts_of(each: Plan) -> int:
 
 def test_each_phase_is_on_its_mesh_dim():
     def dims(mesh: str) -> dict[str, str]:
-        numbers = report(plan("llama-3-8b", mesh), Rate(1e12, None, "given"))["traffic"]
+        numbers = report(plan("llama-3-8b", mesh), Rate(1e12, "given"))["traffic"]
         assert numbers["bytes"]["mean"] == pytest.approx(sum(p["bytes"]["mean"] for p in numbers["phases"]))
         assert numbers["bytes"]["mean"] == pytest.approx(sum(d["mean"] for d in numbers["by_dim"].values()))
         return {phase["phase"]: phase["dim"] for phase in numbers["phases"]}
@@ -499,11 +495,11 @@ def test_peaks_contain_what_rests():
 
 def test_pieces_that_are_empty_and_matrices_that_are_whole_are_noted():
     small = from_names("m", [("h.0.up_proj.weight", (2, 4)), ("h.0.other.weight", (4, 4))])
-    notes = report(plan(small, "tp=4"), Rate(1e12, None, "given"))["notes"]
+    notes = report(plan(small, "tp=4"), Rate(1e12, "given"))["notes"]
     assert any("tp=4 does not fit 1 matrices" in note for note in notes)
     assert any("1 matrices are not cut" in note and "other" in note for note in notes)
     nothing = Options(tp_plan={})
-    notes = report(plan(small, "tp=4", nothing), Rate(1e12, None, "given"))["notes"]
+    notes = report(plan(small, "tp=4", nothing), Rate(1e12, "given"))["notes"]
     assert any("cuts no matrix" in note for note in notes)
 
 
@@ -578,7 +574,6 @@ KEYS = {
         "reshard_after_forward",
         "ns_steps",
         "ns_algorithm",
-        "tp_distributed_gram",
         "tp_plan",
     },
     "balance": {
@@ -593,12 +588,10 @@ KEYS = {
     },
     "newton_schulz": {
         "busiest_rank_operations",
-        "busiest_rank_float64_operations",
         "mean_rank_operations",
         "seconds",
         "seconds_on_one_rank",
         "rate",
-        "rate_float64",
         "rate_source",
     },
     "traffic": {"phases", "by_dim", "collectives", "bytes"},
@@ -663,9 +656,6 @@ def test_settings_reach_the_plan():
     assert ask("--tp-plan", "none")["options"]["tp_plan"] == {}
     assert ask("--exclude", r"h\.0\.")["model"]["matrices"] == 44
     assert ask("--include", "wpe")["model"]["matrices"] == 49
-    gram = ask("--tp-distributed-gram", "always", "--tflops-float64", "50")["newton_schulz"]
-    assert gram["busiest_rank_float64_operations"] > 0
-    assert gram["rate_float64"] == 5e13
 
 
 def test_without_a_rate_it_is_measured_here():
@@ -679,8 +669,6 @@ def test_errors_say_what_to_change(capsys):
     assert "mesh 'dp'" in refused(capsys, *GPT2, "--mesh", "dp")
     assert "mesh 'x=2'" in refused(capsys, *GPT2, "--mesh", "dp=2", "--compare", "x=2")
     assert "has 4 ranks, not 8" in refused(capsys, *GPT2, "--mesh", "dp=2,tp=2", "--ranks", "8")
-    gram = ("--tp-distributed-gram", "always")
-    assert "--tflops-float64" in refused(capsys, *GPT2, "--mesh", "tp=2", *gram)
     for wrong in (("--tflops", "-1"), ("--tflops", "nan"), ("--ns-steps", "0"), ("--ranks", "x")):
         with pytest.raises(SystemExit, match="2"):
             main(["plan", "--model", "gpt2", "--mesh", "dp=2", *wrong])

@@ -52,7 +52,7 @@ def _plan(args: argparse.Namespace) -> int:
     options = _options(args)
     model = choose_by_pattern(load(args.model), args.include, args.exclude)
     plans = [plan(model, each, options) for each in meshes]
-    rate = _rate(args, plans)
+    rate = _rate(args)
     first, *others = [report(each, rate) for each in plans]
     if args.picture is not None:
         _import("matplotlib", "--picture")
@@ -95,21 +95,15 @@ def _options(args: argparse.Namespace) -> Options:
         reshard=args.reshard,
         ns_steps=args.ns_steps,
         ns_algorithm=args.ns_algorithm,
-        gram_policy=args.tp_distributed_gram,
         tp_plan=parse_tp_plan(args.tp_plan),
     )
 
 
-def _rate(args: argparse.Namespace, plans: Sequence[Plan]) -> Rate:
+def _rate(args: argparse.Namespace) -> Rate:
     """What was given, or else what this machine does."""
-    uses_float64 = any(load.float64 for each in plans for load in each.loads.values())
     if args.tflops is None:
-        float64 = measure(torch.float64) if uses_float64 else None
-        return Rate(measure(), float64, "measured here, float32 on the CPU")
-    if uses_float64 and args.tflops_float64 is None:
-        raise PlanError("the distributed Gram form computes in float64: give --tflops-float64 as well")
-    float64 = args.tflops_float64 * 1e12 if uses_float64 else None
-    return Rate(args.tflops * 1e12, float64, "given")
+        return Rate(measure(), "measured here, float32 on the CPU")
+    return Rate(args.tflops * 1e12, "given")
 
 
 def _matrices(each: Plan) -> list[dict[str, Any]]:
@@ -221,19 +215,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         type=_positive,
         help="rate of matrix products, 1e12 operations a second (default: measured)",
     )
-    add("--tflops-float64", type=_positive, help="likewise in float64, for the distributed Gram form")
     add(
         "--tp-plan",
         default="",
         metavar="PLAN",
         help="how tensor parallelism cuts layers, where it differs from the usual: LAYER=KIND,..., KIND of "
         "rows, columns, replicate, none",
-    )
-    add(
-        "--tp-distributed-gram",
-        choices=("never", "beneficial", "always"),
-        default="never",
-        help="tp_distributed_gram_policy (default: never)",
     )
 
 

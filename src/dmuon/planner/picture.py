@@ -38,7 +38,7 @@ def draw(plans: Sequence[Plan], reports: Sequence[dict[str, Any]], path: Path) -
 
 def _work(axis: Any, plan: Plan, report: dict[str, Any]) -> None:
     """Operations of every rank, the busiest first."""
-    values = sorted((load.total / 1e12 for load in plan.loads.values()), reverse=True)
+    values = sorted((load.operations / 1e12 for load in plan.loads.values()), reverse=True)
     values += [0.0] * (plan.mesh.ranks - len(values))
     step = -(-len(values) // _MOST_BARS)
     axis.fill_between(range(0, len(values), step), values[::step], step="post", alpha=0.7)

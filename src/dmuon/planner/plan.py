@@ -10,7 +10,6 @@ from functools import cached_property
 
 import torch
 
-from ..optim.distributed_gram import moves_fewer_bytes
 from ..optim.newton_schulz import operation_count
 from ..optim.products import matrices_at_once
 from ..ownership import Matrix, choose_owners, chunks, imbalance, loads_of, lower_bound, matrices_of
@@ -32,7 +31,6 @@ class Options:
         dtypes: of weights, gradients, momenta and updates.
         reshard: `reshard_after_forward`.
         ns_steps, ns_algorithm: of Newton-Schulz, for its operations; "direct" is what bfloat16 takes.
-        gram_policy: `tp_distributed_gram_policy`; "never" is `tp_distributed_gram=False`.
         tp_plan: how tensor parallelism cuts layers, by name.
     """
 
@@ -40,7 +38,6 @@ class Options:
     reshard: bool = True
     ns_steps: int = 5
     ns_algorithm: str = "direct"
-    gram_policy: str = "never"
     tp_plan: Mapping[str, Rule] = field(default_factory=lambda: DEFAULT)
 
 
@@ -55,15 +52,9 @@ class Planned:
 
 @dataclass(frozen=True)
 class Load:
-    """What one rank computes in a step: operations in the dtype of Newton-Schulz, and in float64."""
+    """What one rank computes in a step: operations of Newton-Schulz."""
 
     operations: int = 0
-    float64: int = 0
-
-    @property
-    def total(self) -> int:
-        """Of both."""
-        return self.operations + self.float64
 
 
 @dataclass(frozen=True)
@@ -121,27 +112,18 @@ class Plan:
     @cached_property
     def loads(self) -> dict[tuple[int, int], Load]:
         """Operations of a step, by owner slot and tensor-parallel rank; those without any left out."""
-        result: dict[tuple[int, int], list[int]] = defaultdict(lambda: [0, 0])
+        result: dict[tuple[int, int], int] = defaultdict(int)
         kinds = Counter((m.slot, m.param.shape, m.share) for m in self.matrices)
         for (slot, (rows, cols), share), count in kinds.items():
             whole = self.operations(rows, cols)
             for tp in self._tps:
-                if share.gram is not None:
-                    result[slot, tp][1] += count * self._gram_operations(rows, cols, share, tp)
-                elif share.state(tp):
-                    result[slot, tp][0] += count * whole
-        return {place: Load(*operations) for place, operations in result.items()}
+                if share.state(tp):
+                    result[slot, tp] += count * whole
+        return {place: Load(operations) for place, operations in result.items()}
 
     def operations(self, rows: int, cols: int) -> int:
         """Of Newton-Schulz on one matrix, with the chosen steps and algorithm."""
         return operation_count(rows, cols, steps=self.options.ns_steps, algorithm=self.options.ns_algorithm)
-
-    def _gram_operations(self, rows: int, cols: int, share: Share, tp: int) -> int:
-        """In float64: the Gram matrix of the piece, the factor applied to it; on the TP owner the factor, of
-        four products a step."""
-        side = min(rows, cols)
-        factor = 8 * side**3 * self.options.ns_steps if tp == share.tp_owner else 0
-        return 4 * side * share.piece(tp) + factor
 
     # Traffic
 
@@ -226,13 +208,10 @@ class Plan:
         kinds = Counter((m.slot, m.param.shape, m.share) for m in self.matrices)
         for (slot, (rows, cols), share), count in kinds.items():
             for tp in self._tps:
-                if share.gram is not None:  # the piece in float64, twice, and Gram matrices
-                    nbytes = 8 * (2 * share.piece(tp) + 5 * min(rows, cols) ** 2)
-                elif share.state(tp):
-                    at_once = min(count, matrices_at_once(rows, cols, compute, torch.device("cuda")))
-                    nbytes = at_once * memory.newton_schulz(rows, cols, compute)
-                else:
+                if not share.state(tp):
                     continue
+                at_once = min(count, matrices_at_once(rows, cols, compute, torch.device("cuda")))
+                nbytes = at_once * memory.newton_schulz(rows, cols, compute)
                 largest[slot, tp] = max(largest.get((slot, tp), 0), nbytes)
         return largest
 
@@ -308,20 +287,4 @@ def _share(param: Parameter, dim: int | None, tp_owner: int, mesh: Mesh, options
         return Share((param.numel,), copies=mesh.tp if replicated else 1)
     other = param.shape[1 - dim]
     pieces = tuple(size * other for size in chunks(param.shape[dim], mesh.tp))
-    side = min(param.shape)
-    gram: int | None = side * (side + 1) // 2
-    if not _in_pieces(param, dim, pieces, tp_owner, gram or 0, options):
-        gram = None
-    return Share(pieces, tp_owner, gram=gram)
-
-
-def _in_pieces(
-    param: Parameter, dim: int, pieces: tuple[int, ...], tp_owner: int, gram: int, options: Options
-) -> bool:
-    """Whether the matrix stays in pieces, as `dmuon.optim.distributed_gram` decides."""
-    if options.gram_policy == "never" or param.shape[dim] != max(param.shape):
-        return False
-    if options.gram_policy == "always":
-        return True
-    itemsizes = options.dtypes.reduce.itemsize + options.dtypes.newton_schulz.itemsize
-    return moves_fewer_bytes(pieces, tp_owner, gram, itemsizes)
+    return Share(pieces, tp_owner)

@@ -22,12 +22,10 @@ class Rate:
 
     Attributes:
         main: in the dtype of Newton-Schulz.
-        float64: of the distributed Gram form; None if it is not used.
         source: "given" or "measured here, float32 on the CPU".
     """
 
     main: float
-    float64: float | None
     source: str
 
 
@@ -84,7 +82,6 @@ def _options(plan: Plan) -> dict[str, Any]:
         "reshard_after_forward": options.reshard,
         "ns_steps": options.ns_steps,
         "ns_algorithm": options.ns_algorithm,
-        "tp_distributed_gram": options.gram_policy,
         "tp_plan": described(plan.model, options.tp_plan) if plan.mesh.tp > 1 else {},
     }
 
@@ -92,10 +89,10 @@ def _options(plan: Plan) -> dict[str, Any]:
 def _balance(plan: Plan) -> dict[str, Any]:
     """`over_bound` of 1 is perfect: see `dmuon.ownership.lower_bound`. Of owners, that is of data-parallel
     ranks, as the assignment sees them; and of all ranks, with what they really compute."""
-    busiest = max(load.total for load in plan.loads.values())
-    mean = sum(load.total for load in plan.loads.values()) / plan.mesh.ranks
-    whole = [m.param.shape for m in plan.matrices if m.share.gram is None]
-    largest = max((plan.operations(rows, cols) for rows, cols in set(whole)), default=0)
+    busiest = max(load.operations for load in plan.loads.values())
+    mean = sum(load.operations for load in plan.loads.values()) / plan.mesh.ranks
+    shapes = {m.param.shape for m in plan.matrices}
+    largest = max((plan.operations(rows, cols) for rows, cols in shapes), default=0)
     return {
         "over_bound": plan.balance,
         "over_mean": plan.over_mean,
@@ -109,20 +106,15 @@ def _balance(plan: Plan) -> dict[str, Any]:
 
 
 def _newton_schulz(plan: Plan, rate: Rate) -> dict[str, Any]:
-    def seconds(operations: int, float64: int) -> float:
-        return operations / rate.main + (float64 / rate.float64 if rate.float64 else 0.0)
-
     loads = plan.loads.values()
-    busiest = max(loads, key=lambda load: seconds(load.operations, load.float64))
+    busiest = max(load.operations for load in loads)
     alone = sum(plan.operations(m.param.shape[0], m.param.shape[1]) for m in plan.matrices)
     return {
-        "busiest_rank_operations": busiest.operations,
-        "busiest_rank_float64_operations": busiest.float64,
+        "busiest_rank_operations": busiest,
         "mean_rank_operations": sum(load.operations for load in loads) / plan.mesh.ranks,
-        "seconds": seconds(busiest.operations, busiest.float64),
-        "seconds_on_one_rank": seconds(alone, 0),
+        "seconds": busiest / rate.main,
+        "seconds_on_one_rank": alone / rate.main,
         "rate": rate.main,
-        "rate_float64": rate.float64,
         "rate_source": rate.source,
     }
 

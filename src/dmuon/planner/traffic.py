@@ -10,7 +10,7 @@ from itertools import accumulate
 
 import torch
 
-from ..engine.exchange import Cut, Exchange
+from ..engine.exchange import Cut, Exchange, whole_at
 from ..engine.packing import Key, Packing
 from .mesh import Mesh
 
@@ -24,7 +24,6 @@ PHASES = (
     "sum_copies",
 )
 NOBODY = -1  # a coordinate: of a rank that keeps, or owns, nothing
-_GRAM = torch.float64  # of Gram matrices and factors
 Moves = dict[str, tuple[int, int]]  # by phase: collectives and bytes of one rank, as Traffic counts them
 
 
@@ -54,13 +53,11 @@ class Share:
         pieces: elements, by tensor-parallel rank; one entry if nothing cuts it.
         tp_owner: position of the rank that runs Newton-Schulz.
         copies: tensor-parallel ranks that hold the same DTensor; 1 for a plain or a cut one.
-        gram: elements of a triangle of its Gram matrix where that travels in its place, else None.
     """
 
     pieces: tuple[int, ...]
     tp_owner: int = 0
     copies: int = 1
-    gram: int | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -73,7 +70,7 @@ class Share:
 
     def state(self, tp: int) -> int:
         """Elements of the gradient and of the momentum on a tensor-parallel rank of the owner row."""
-        if not self.is_cut or self.gram is not None:
+        if not self.is_cut:
             return self.piece(tp)
         return sum(self.pieces) if tp == self.tp_owner else 0
 
@@ -127,12 +124,10 @@ class Group:
                 nbytes = (part.stop - part.start) * self.dtypes.reduce.itemsize
                 moves["sum_copies"] = 1, 2 * (copies - 1) * nbytes // copies
         cut = [share for share in self.owned.get(owner, ()) if share.is_cut]
-        if pieces := [share for share in cut if share.gram is None]:
-            there, back = self._exchanged(pieces)
+        if cut:
+            there, back = self._exchanged(cut)
             moves["exchange"] = 1, there * self.dtypes.reduce.itemsize
             moves["publish_exchange"] = 1, back * self.dtypes.newton_schulz.itemsize
-        if grams := [share for share in cut if share.gram is not None]:
-            add(moves, {"publish_exchange": (2, sum(self._exchanged(grams)) * _GRAM.itemsize)})
         return moves
 
     def _exchanged(self, shares: Sequence[Share]) -> tuple[int, int]:
@@ -165,14 +160,11 @@ def _packing(
 @lru_cache(maxsize=4096)  # a model has few kinds of matrices
 def _exchanged(share: Share, tp: int) -> tuple[int, int]:
     """Of one matrix. Nothing is padded, so that those of several matrices add up."""
-    if share.gram is not None:
-        cut = Cut.one_each(len(share.pieces), share.gram, share.tp_owner)
-    else:  # as if it were flat: only sizes matter here
-        ends = accumulate(share.pieces)
-        pieces = tuple((slice(end - size, end),) for size, end in zip(share.pieces, ends, strict=True))
-        cut = Cut(torch.Size([sum(share.pieces)]), pieces, share.tp_owner)
-    exchange = Exchange([cut], tp)
-    there, back = exchange.piece_splits, exchange.owned_splits
+    ends = accumulate(share.pieces)  # as if it were flat: only sizes matter here
+    pieces = tuple((slice(end - size, end),) for size, end in zip(share.pieces, ends, strict=True))
+    shape = torch.Size([sum(share.pieces)])
+    exchange = Exchange([Cut(shape, pieces, whole_at(share.tp_owner, len(pieces), shape))], tp)
+    there, back = exchange.piece_splits, exchange.part_splits
     return sum(there) - there[tp], sum(back) - back[tp]
 
 
