@@ -19,7 +19,7 @@ import dmuon
 from dmuon.engine.runtime import find_runtime
 from dmuon.optim.newton_schulz import Settings, resolve_coefficients
 from dmuon.optim.team import Team, team_elements, team_operations
-from dmuon.ownership import Shareable, choose_teams, chunks
+from dmuon.ownership import Shareable, busiest_rank, choose_teams, chunks
 from layouts import Layer, Model, build, distribute, loss_of
 from models import assert_weights_close
 from reference import ReferenceMuon, orthogonalize
@@ -182,6 +182,9 @@ def test_a_team_is_for_what_the_busiest_rank_waits_for():
     # What every rank does alone counts for all.
     everywhere = Shareable(row=1, size=1, position=0, alone=100, together=None)
     assert choose_teams([big, everywhere]) == set()
+    works = [big, shareable(1, 30, 29), shareable(0, 5, 4), everywhere]
+    assert [busiest_rank(works, chosen) for chosen in ((), {0}, {0, 2})] == [105, 100, 100]
+    assert busiest_rank(works[:3], {0}) == 90
 
 
 class Wide(nn.Module):
@@ -210,6 +213,7 @@ def moved(sizes: dict[str, int], width: int, hidden: int, team: dict[str, Any]) 
     dist.all_reduce(total)
     return {
         "names": [p.param_name for p in dmuon.get_dedicated_params(model) if p.has_team],
+        "summary": dmuon.summary(model),
         "bytes": total.tolist(),
         "collectives": [runtime.traffic.collectives.get(phase, 0) for phase in phases],
         "momenta": sum(
@@ -251,6 +255,8 @@ def test_what_teams_send(ranks, sizes):
 def test_the_policy_goes_by_time(ranks, sizes, width, team):
     chosen = ranks(2, moved, sizes, width, 2 * width, {"tp_distributed_gram": True})[0]
     assert bool(chosen["names"]) == team
+    assert ("team of rank" in chosen["summary"]) == team
+    assert "matrices by teams" in chosen["summary"]
     for off in ({"tp_distributed_gram": False}, {"tp_distributed_gram_policy": "never"}):
         assert not ranks(2, moved, sizes, width, 2 * width, {**ALWAYS, **off})[0]["names"]
 

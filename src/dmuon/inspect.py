@@ -38,8 +38,8 @@ def get_owned_params(model: nn.Module, rank: int) -> list[DedicatedParam]:
 def summary(model: nn.Module) -> str:
     """A table of every trainable parameter: its algorithm, its owner, its bytes; and the owners' balance.
 
-    `owner` is the global rank that runs Newton-Schulz for the matrix (of this rank's slice of the mesh).
-    `bytes` are those of the whole tensor. The last lines say how evenly the work is spread: the busiest
+    `kept by` names the global rank that runs Newton-Schulz for the matrix (of this rank's slice of the mesh),
+    or one of the team that does. `bytes` are those of the whole tensor. The last lines say how evenly the work is spread: the busiest
     owner's operations against the mean, and against the best that any assignment can do; which embeddings and
     heads were guessed to be such; and, once `Muon` is built, in which dtype and with which backend it
     orthogonalizes.
@@ -94,7 +94,7 @@ def _held(runtime: Runtime) -> list[str]:
 
 
 def _owner_text(param: DedicatedParam) -> str:
-    where = f"rank {param.owner_rank}"
+    where = f"{'team of ' if param.has_team else ''}rank {param.owner_rank}"
     return where if isinstance(param.owner, int) else f"{where} {param.owner}"
 
 

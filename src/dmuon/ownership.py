@@ -32,7 +32,7 @@ Rejected:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from heapq import heappush, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
@@ -195,6 +195,21 @@ def choose_teams(params: Sequence[Shareable]) -> set[int]:
         enough = next(count for count, (load, _) in enumerate(steps) if load <= target)
         chosen.update(index for index in taken[1 : enough + 1] if index is not None)
     return chosen
+
+
+def busiest_rank(params: Sequence[Shareable], shared: Collection[int]) -> int:
+    """What the rank with most to do has to do, if the parameters `shared`, by index, have teams."""
+    loads: dict[tuple[int, int], int] = defaultdict(int)
+    everywhere: dict[int, int] = defaultdict(int)
+    for index, param in enumerate(params):
+        if index in shared:
+            everywhere[param.row] += param.together or 0
+        elif param.size == 1:
+            everywhere[param.row] += param.alone
+        else:
+            loads[param.row, param.position] += param.alone
+    of_rows = [load + everywhere[row] for (row, _), load in loads.items()]
+    return max([*of_rows, *everywhere.values()], default=0)
 
 
 def _shared_one_by_one(params: Sequence[Shareable], indices: Sequence[int]) -> list[tuple[int, int | None]]:

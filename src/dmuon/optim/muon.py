@@ -215,10 +215,10 @@ class Muon(Optimizer):
         self._runtime.seal()
         settings = self._settings(self._muon_defaults)
         dtype = self._compute_dtype(settings)
-        self._teams = teams_of(team_policy, self._runtime.params, settings, dtype)
+        self._teams, what_teams_do = teams_of(team_policy, self._runtime.params, settings, dtype)
         self._runtime.form_teams(self._teams)
         install_optimizer_hooks(self)
-        self._runtime.orthogonalization = self._orthogonalization()
+        self._runtime.orthogonalization = "; ".join(filter(None, (self._orthogonalization(), what_teams_do)))
         if logger.isEnabledFor(logging.INFO):
             logger.info("%s", summary(model))
         warn_of_rounding(self._runtime)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ..engine.collectives import TeamPeers
 from ..engine.parameter import DedicatedParam
-from ..ownership import Shareable, choose_teams, chunks, cost_of
+from ..ownership import Shareable, busiest_rank, choose_teams, chunks, cost_of
 from ..scratch import Scratch
 from ..structure import PLAIN
 from .newton_schulz import Settings, apply_factor, divide, gram_of, measure
@@ -214,30 +214,33 @@ def can_have_team(param: DedicatedParam) -> bool:
 
 def teams_of(
     policy: TeamPolicy, params: Sequence[DedicatedParam], settings: Settings, dtype: torch.dtype
-) -> set[DedicatedParam]:
-    """The parameters that have a team: alike on all ranks.
+) -> tuple[set[DedicatedParam], str]:
+    """The parameters that have a team, alike on all ranks; and what that does, in words.
 
     policy: "beneficial": those whose team lets the busiest rank be done sooner; see `choose_teams`.
     """
-    able = [param for param in params if can_have_team(param)]
-    if policy != "beneficial" or not able:
-        return set(able) if policy == "always" else set()
-    steps, rates = len(settings.triples), _RATES.get(params[0].layout.device.type, _GPU)
-    shareable = [
-        Shareable(
-            row=param.layout.slot_of(param.coordinate),
-            size=param.tp.size if param.tp is not None and param.is_cut else 1,
-            position=param.tp_owner,
-            alone=cost_of(param.structure.matrices(param.full_shape)),
-            together=(
-                team_cost(param.full_shape, param.tp.size, steps, dtype, rates)
-                if param.tp is not None and can_have_team(param)
-                else None
-            ),
-        )
-        for param in params
-    ]
-    return {params[index] for index in choose_teams(shareable)}
+    able = {index for index, param in enumerate(params) if can_have_team(param)}
+    if policy == "never" or not able:
+        return set(), ""
+    works = [_shareable(param, len(settings.triples), dtype) for param in params]
+    chosen = able if policy == "always" else choose_teams(works)
+    left = busiest_rank(works, chosen) / busiest_rank(works, ())
+    words = (
+        f"{len(chosen)} of {len(params)} matrices by teams, whose busiest rank takes {left:.2f} of the time"
+    )
+    return {params[index] for index in chosen}, words
+
+
+def _shareable(param: DedicatedParam, steps: int, dtype: torch.dtype) -> Shareable:
+    size = param.tp.size if param.tp is not None else 1
+    rates = _RATES.get(param.layout.device.type, _GPU)
+    return Shareable(
+        row=param.layout.slot_of(param.coordinate),
+        size=size,
+        position=param.tp_owner if size > 1 else 0,
+        alone=cost_of(param.structure.matrices(param.full_shape)),
+        together=team_cost(param.full_shape, size, steps, dtype, rates) if can_have_team(param) else None,
+    )
 
 
 def check_policy(policy: object) -> TeamPolicy:
