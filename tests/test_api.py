@@ -524,14 +524,6 @@ def test_dedicated_parameters_are_shown_once_the_root_is_wrapped(ranks, shape):
 # Afterwards
 
 
-def fully_shard_after_muon_on_one_rank(mesh: DeviceMesh) -> Attempt:
-    model = small_model()
-    dedicate(model, mesh, predicate=is_proj)
-    dmuon.Muon(model)
-    fully_shard(model, mesh=mesh)
-    return lambda: loss_of(model, seed=0)
-
-
 def embedding_sharded_after_muon(mesh: DeviceMesh) -> Attempt:
     model = small_model()
     dedicate(model, mesh, predicate=is_proj)
@@ -557,7 +549,6 @@ def still_on_meta(mesh: DeviceMesh) -> Attempt:
 @pytest.mark.parametrize(
     ("prepare", "shape", "words"),
     [
-        (fully_shard_after_muon_on_one_rank, (1,), [Q_PROJ, "fully_shard between"]),
         (embedding_sharded_after_muon, (1,), ["embed.weight", "fully_shard", "before dmuon.Muon"]),
         (dedicated_parameter_replaced_after_muon, (2,), [Q_PROJ, "in place"]),
         (still_on_meta, (2,), ["layers.0.weight", "meta", "to_empty"]),
@@ -565,16 +556,3 @@ def still_on_meta(mesh: DeviceMesh) -> Attempt:
 )
 def test_what_was_changed_behind_the_optimizer(ranks, prepare, shape, words):
     refused(ranks, "RuntimeError", words, prepare, shape, together=True)
-
-
-def layers_sharded_after_muon(mesh: DeviceMesh) -> Attempt:
-    model = small_model()
-    dedicate(model, mesh, predicate=is_proj)
-    fully_shard(model, mesh=mesh)
-    dmuon.Muon(model)
-    return lambda: fully_shard(model.layers[0], mesh=mesh)
-
-
-def test_layers_sharded_after_muon(ranks):
-    # It is torch that refuses: what the layer wants, the root or dmuon has taken.
-    refused(ranks, "RuntimeError", ["overlapping meshes"], layers_sharded_after_muon)

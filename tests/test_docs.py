@@ -189,13 +189,12 @@ def messages() -> dict[str, str]:
     found = {}
     for path in sorted((ROOT / "src").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            call = node.exc if isinstance(node, ast.Raise) else node
-            if not isinstance(call, ast.Call) or not call.args:
+            if not isinstance(node, ast.Call) or not node.args:
                 continue
-            if isinstance(node, ast.Raise) or ast.unparse(call.func) == "logger.warning":
-                text = text_of(call.args[0])
+            if ast.unparse(node.func).endswith(("Error", "logger.warning")):
+                text = text_of(node.args[0])
                 if re.search(r"\w{3}", text):  # else it passes another error's message on
-                    found[f"{path.name}:{call.lineno}"] = text
+                    found[f"{path.name}:{node.lineno}"] = text
     return found
 
 

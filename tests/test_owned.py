@@ -109,6 +109,60 @@ def test_weights_are_whole_after_a_conversion(ranks, sizes):
     ranks(4, convert, sizes)
 
 
+WHOLE = {
+    "var": lambda p, other: p.var(),
+    "max": lambda p, other: p.max(),
+    "argmin": lambda p, other: p.argmin(),
+    "median": lambda p, other: p.abs().median(),
+    "infinity norm": lambda p, other: p.norm(float("inf")),
+    "infinity norm of a list": lambda p, other: torch._foreach_norm([p.detach()], float("inf"))[0],
+    "sums of rows": lambda p, other: p.sum(1),
+    "means of columns": lambda p, other: p.mean(0, keepdim=True),
+    "rows of norm 1": lambda p, other: p / p.norm(dim=1, keepdim=True),
+    "columns of norm 1": lambda p, other: p / p.norm(dim=0),
+    "finite": lambda p, other: torch.isfinite(p).all(),
+    "sorted": lambda p, other: p.sort(0).values,
+    "three dims": lambda p, other: (p.sum(1)[None, :, None] * p).cumsum(2),
+    "another owner": lambda p, other: (p - other).square().sum(),
+}
+OF_PARTS = {
+    "view": lambda p: p.view(-1),
+    "row": lambda p: p[0],
+    "product": lambda p: p @ p.t(),
+    "write to a view": lambda p: p.t().zero_(),
+}
+
+
+def compute(sizes: Sizes) -> None:
+    """What is computed from whole weights and gradients, and the gradients of it; by name, what cannot be."""
+    model, oracle, _, _ = started(sizes)
+    backward_both(model, oracle, 0, loss_of)
+    name = "layers.{}.up_proj.weight"
+    mine = [model.get_parameter(name.format(layer)) for layer in range(2)]
+    theirs = [oracle.get_parameter(name.format(layer)) for layer in range(2)]
+    for what, operation in WHOLE.items():
+        for pair, expected in (mine, theirs), ([p.grad for p in mine], [p.grad for p in theirs]):
+            torch.testing.assert_close(whole(operation(*pair)), operation(*expected), msg=what)
+        for one, other in (mine, theirs):
+            one.grad = other.grad = None
+        mean = [operation(*pair) for pair in (mine, theirs)]
+        if mean[1].requires_grad:
+            for result in mean:
+                (result * result).sum().backward()
+            torch.testing.assert_close(whole(mine[0].grad), theirs[0].grad, msg=what)
+        backward_both(model, oracle, 0, loss_of)
+    everywhere = sizes == {"ddp": 4}
+    for what, operation in OF_PARTS.items():
+        for tensor in [mine[0].grad] if everywhere else [mine[0], mine[0].grad]:
+            with torch.no_grad(), pytest.raises(RuntimeError, match=r"up_proj\.weight is a .* of its rows"):
+                assert operation(tensor) is None, what
+
+
+@pytest.mark.parametrize("sizes", LAYOUTS)
+def test_what_is_computed_from_weights_and_gradients(ranks, sizes):
+    ranks(4, compute, sizes)
+
+
 def mix(sizes: Sizes) -> None:
     """A weight and a tensor that lies in even chunks, as FSDP2 would have it."""
     model, _, _, _ = started(sizes)

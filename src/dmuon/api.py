@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
-from functools import partial
-from typing import Literal, NoReturn, get_args
+from typing import Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -24,9 +23,10 @@ from .checkpoint.hooks import install_model_hooks
 from .engine import fsdp
 from .engine.buffer import Precision
 from .engine.collectives import ProcessGroups
-from .engine.ddp import FirstRankWins, hide_from_ddp, refuse_ddp, shard_over_rows_of_one
+from .engine.ddp import FirstRankWins, shard_over_rows_of_one
 from .engine.layout import DataParallelLayout, ranks_by_group, root_mesh
 from .engine.parameter import DedicatedParam, record_of
+from .engine.refusals import hide_from_ddp, refuse_late_calls, refuse_second_average
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
 from .engine.stack import Stack, lies_whole
 from .engine.tensor_parallel import TensorParallel
@@ -280,12 +280,11 @@ def _dedicate(
         for c, slot, tp, tp_owner in zip(chosen, slots, cuts, tp_owners, strict=True)
     ]
     in_place = [Stack(c.name, c.module, c.attribute, structures[c]) for c in stacks]
-    Runtime(model, layout, params, options, in_place)
+    runtime = Runtime(model, layout, params, options, in_place)
     install_model_hooks(params)
+    refuse_late_calls(runtime)
     if layout.is_ddp:
-        hide_from_ddp(model, [candidate.path for candidate in chosen])
-    else:
-        refuse_ddp(model, partial(_refuse_ddp, params[0].param_name))
+        hide_from_ddp(runtime)
     return params
 
 
@@ -318,23 +317,9 @@ def _replicate(model: nn.Module, mesh: DeviceMesh, cut_goes_to: str | None) -> N
         if cut_goes_to is not None and TensorParallel.of(param).size > 1:
             raise ValueError(f"{name} is cut by tensor parallelism: call {cut_goes_to} instead")
     shard_over_rows_of_one(runtime.model, layout)
-    refuse_ddp(runtime.model, _refuse_second_average)
+    refuse_second_average(runtime.model)
     dedicated = {id(param.resting) for param in runtime.params}
     runtime.on_seal.append(FirstRankWins(runtime.model, dedicated, layout))
-
-
-def _refuse_ddp(name: str) -> NoReturn:
-    raise RuntimeError(
-        f"{name} is dedicated by dmuon.dedicate_params, which goes with fully_shard and not with "
-        "DistributedDataParallel. For that, call dmuon.dedicate_params_ddp in its place."
-    )
-
-
-def _refuse_second_average() -> NoReturn:
-    raise RuntimeError(
-        "dmuon.replicate averages the gradients of base parameters already: DistributedDataParallel around "
-        "the model would find none. Leave out one of the two."
-    )
 
 
 def dedicated_parameters(model: nn.Module) -> set[nn.Parameter]:

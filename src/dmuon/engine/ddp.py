@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from typing import NoReturn
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -16,8 +15,6 @@ from ..selection import block_modules
 from .hooks import untraced
 from .layout import DataParallelLayout
 from .parameter import local_part
-
-_IGNORED = "_ddp_params_and_buffers_to_ignore"  # what DistributedDataParallel asks a module for
 
 
 def shard_over_rows_of_one(model: nn.Module, layout: DataParallelLayout) -> None:
@@ -57,26 +54,6 @@ class FirstRankWins:
 
 
 # torch's DistributedDataParallel
-
-
-def hide_from_ddp(model: nn.Module, names: Iterable[str]) -> None:
-    """Leave parameters to us when `DistributedDataParallel(model)` is built."""
-    model.__dict__[_IGNORED] = [*getattr(model, _IGNORED, ()), *names]
-
-
-def refuse_ddp(model: nn.Module, refuse: Callable[[], NoReturn]) -> None:
-    """Call a function that raises when `DistributedDataParallel(model)` is built, on every rank."""
-    model.__dict__[_IGNORED] = _Refusal(refuse)
-
-
-class _Refusal:
-    """In place of the names that `DistributedDataParallel` is to ignore: it reads them first of all."""
-
-    def __init__(self, refuse: Callable[[], NoReturn]) -> None:
-        self._refuse = refuse
-
-    def __iter__(self) -> Iterator[str]:
-        self._refuse()
 
 
 def ddp_around(model: nn.Module, inner: nn.Module) -> DistributedDataParallel | None:

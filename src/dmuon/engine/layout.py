@@ -19,6 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+_NOT_DATA_PARALLEL = {"tp", "tensor", "tensor_parallel", "pp", "pipeline", "pipeline_parallel"}
+
 _worlds: weakref.WeakKeyDictionary[dist.ProcessGroup, dict] = weakref.WeakKeyDictionary()
 
 
@@ -111,13 +113,13 @@ class DataParallelLayout:
 
     def coordinate_of(self, rank: int) -> Owner | None:
         """The data-parallel coordinate of any global rank; None if it is not on the root mesh."""
-        root, names = root_mesh(self.given), self.given.mesh_dim_names
-        theirs, mine = (root.mesh == rank).nonzero(), (root.mesh == dist.get_rank()).nonzero()
+        grid = root_mesh(self.given).mesh
+        theirs, mine = (grid == rank).nonzero(), (grid == dist.get_rank()).nonzero()
         if len(theirs) == 0:
             return None
-        for dim in [root.mesh_dim_names.index(n) for n in names] if names and root.mesh_dim_names else [0]:
-            mine[0][dim] = theirs[0][dim]
-        twin = int(root.mesh[tuple(mine[0].tolist())])  # who has their coordinate in this rank's slice
+        places = torch.isin(grid, self.given.mesh).nonzero()
+        spanned = (places != places[0]).any(0)  # the dims of the root that are ours, flattened or not
+        twin = int(grid[tuple(torch.where(spanned, theirs[0], mine[0]).tolist())])  # in this rank's slice
         found = [(r, row.index(twin)) for r, row in enumerate(self.ranks) if twin in row]
         return Owner(found[0][1], found[0][0]) if found else None
 
@@ -187,6 +189,7 @@ class DataParallelLayout:
                 f"mesh must have one dim (FSDP2) or two, (replicate, shard) (HSDP); got {mesh.ndim} dims. "
                 'Pass the data-parallel slice, such as mesh["dp"].'
             )
+        _refuse_other_dims(mesh)
         if mesh.ndim == 2 and mesh.mesh_dim_names is None:
             raise ValueError(
                 "a two-dimensional mesh needs mesh_dim_names, as fully_shard does: "
@@ -223,6 +226,20 @@ def ranks_by_group(mesh: DeviceMesh) -> torch.Tensor:
     return grid
 
 
+def _refuse_other_dims(mesh: DeviceMesh) -> None:
+    """Refuse a mesh whose dims' names say that their ranks have the same data, or other layers."""
+    names = mesh.mesh_dim_names or ()
+    other = [name for name in names if name.lower() in _NOT_DATA_PARALLEL]
+    if other:
+        rest = [name for name in names if name not in other]
+        instead = ", ".join(f'"{name}"' for name in rest) or '"dp"'
+        raise ValueError(
+            f"mesh has the dims {names}, over which gradients would be averaged, and by its name "
+            f"{other[0]!r} is not data-parallel. Pass the data-parallel slice, such as mesh[{instead}], to "
+            "dedicate_params and to fully_shard; or give the dim another name."
+        )
+
+
 def _rows_of_one(mesh: DeviceMesh) -> DeviceMesh:
     """A mesh of one dim as (replicate, 1), on which FSDP2's HSDP is DDP. One for all models: it has process
     groups of its own."""
@@ -250,16 +267,17 @@ def _hsdp_mesh(shard_mesh: DeviceMesh, replicate_mesh: DeviceMesh) -> DeviceMesh
             )
     assert shard_mesh.mesh_dim_names is not None  # for the type checker; checked above
     assert replicate_mesh.mesh_dim_names is not None
-    names = (replicate_mesh.mesh_dim_names[0], shard_mesh.mesh_dim_names[0])
-    root = root_mesh(shard_mesh)
-    if root != root_mesh(replicate_mesh) or any(n not in (root.mesh_dim_names or ()) for n in names):
+    replicate, shard = replicate_mesh.mesh_dim_names[0], shard_mesh.mesh_dim_names[0]
+    if replicate == shard:
+        raise ValueError(f"mesh and replicate_mesh are the same mesh dim {shard!r}")
+    ours = set(shard_mesh.mesh.tolist()) & set(replicate_mesh.mesh.tolist())
+    if root_mesh(shard_mesh) != root_mesh(replicate_mesh) or len(ours) != 1:
         raise ValueError(
-            f"mesh ({names[1]!r}) and replicate_mesh ({names[0]!r}) must be slices of one root mesh: "
-            f'root["{names[1]}"] and root["{names[0]}"]'
+            f"mesh ({shard!r}) and replicate_mesh ({replicate!r}) must be two dims of one root mesh, such as "
+            f'root = init_device_mesh(..., mesh_dim_names=("{replicate}", "{shard}")); several dims can be '
+            f'made one before: root["dp_shard", "cp"]._flatten("dp_shard_cp").'
         )
-    if names[0] == names[1]:
-        raise ValueError(f"mesh and replicate_mesh are the same mesh dim {names[0]!r}")
-    return root[names]
+    return joint_mesh(replicate_mesh, shard_mesh)
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:

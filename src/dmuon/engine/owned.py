@@ -1,13 +1,18 @@
 """A DTensor whose rows all lie with their owner, and how torch's operations are led around it.
 
 torch is right on such a tensor where an operation works element by element or sums up, and wrong where it
-takes local parts for even chunks: in `full_tensor` and `redistribute`, in means, and in operations that mix
-it with tensors that lie otherwise, such as the gradient that flows into `weight.square().sum()`.
+takes local parts for even chunks: in `full_tensor` and `redistribute`, in means, in operations that mix it
+with tensors that lie otherwise, such as the gradient that flows into `weight.square().sum()`, and in all
+others. Those are given the whole, on every rank (`weight.max()`, `weight.var()`); what cannot be right so,
+because it writes or is a view, is refused by name.
 """
 
 from __future__ import annotations
 
+import math
 import weakref
+from collections.abc import Sequence
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +24,21 @@ if TYPE_CHECKING:
 
 
 _PRODUCTS = {"mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "matmul", "linear", "dot"}
+_ON_PARTS = {
+    "alias",
+    "clone",
+    "copy_",
+    "detach",
+    "equal",
+    "fill_",
+    "lift_fresh",
+    "masked_fill_",
+    "where",
+    "zero_",
+}
+_ON_PARTS |= {"_to_copy", "_pin_memory", "is_pinned", "record_stream", "set_"}
+_ELSEWHERE = "with a tensor that lies elsewhere"
+_LISTS = ("_foreach", "_amp_foreach", "_fused")
 
 
 class OwnedTensor(DTensor):
@@ -59,14 +79,31 @@ class OwnedTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        name = func._schema.name.removeprefix("aten::")
+        if name.startswith(_LISTS):
+            _check_lists(args, name)
+            if name == "_foreach_norm" and not 0 < (args[1] if len(args) > 1 else 2) < math.inf:
+                return [torch.linalg.vector_norm(each, args[1]) for each in args[0]]
+            result = super().__torch_dispatch__(func, types, args, kwargs)
+            if isinstance(result, list) and args[0]:
+                return [_owned_like([before], after) for before, after in zip(args[0], result, strict=True)]
+            return result
         flat, spec = tree_flatten((args, kwargs or {}))
         owned = [value for value in flat if isinstance(value, OwnedTensor)]
-        name = func._schema.name.removeprefix("aten::")
-        in_place = name.endswith("_")
-        if name in _PRODUCTS:
-            _check_product(owned, name)
-        if not name.startswith(("_foreach", "_amp_foreach")):
-            _fit(flat, owned, name, in_place)
+        first, in_place = owned[0], name.endswith("_")
+        if any(isinstance(v, torch.Tensor) and not isinstance(v, DTensor) and v.numel() > 1 for v in flat):
+            raise _refusal(_param_of(first), name, "with a plain tensor")
+        placements = _common_placements(owned)
+        on_parts = _works_on_parts(func, name, args, kwargs or {})
+        if not on_parts or not _lie_together(owned, placements) or not _broadcast_to(first.shape, flat):
+            if not (func.is_view or func._schema.is_mutable or name in _PRODUCTS):
+                return _on_whole(func, flat, spec)
+            if not all(map(_is_everywhere, owned)):
+                raise _refusal(_param_of(first), name, _ELSEWHERE if on_parts else "of its rows")
+        else:
+            _fit(flat, first, placements, name)
+        if in_place and hasattr(first, "_dmuon_count"):
+            first._dmuon_count = None  # a gradient to which something is added is one, whoever had one before
         args, kwargs = tree_unflatten(flat, spec)
         if func is torch.ops.aten.mean.default:  # torch's is the mean of the local means
             return (
@@ -77,15 +114,7 @@ class OwnedTensor(DTensor):
             return None if result is None else flat[0]
         if func is torch.ops.aten.linalg_vector_norm.default and _param_of(owned[0]).has_plain_neighbours:
             return result.full_tensor()  # torch's clip_grad_norm_ stacks it with plain norms
-
-        def wrap(value: Any) -> Any:
-            if type(value) is DTensor:
-                for other in owned:
-                    if value.shape == other.shape and value.placements == other.placements:
-                        return OwnedTensor.of(value, other.record)
-            return value
-
-        return tree_map(wrap, result)
+        return tree_map(partial(_owned_like, owned), result)
 
 
 class LocalRows(torch.Tensor):
@@ -110,57 +139,139 @@ class LocalRows(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def _fit(flat: list[Any], owned: list[OwnedTensor], name: str, in_place: bool) -> None:
-    """Bring all tensors of one operation that have the shape of the first of ours to where it lies; in place.
+def _works_on_parts(func: Any, name: str, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Whether the operation does on this rank's rows what it would do on the whole."""
+    if name in ("sum", "mean"):
+        return func._overloadname == "default"
+    if name == "linalg_vector_norm":  # the maximum of no rows is none
+        named = dict(zip(("self", "ord", "dim"), args, strict=False)) | kwargs
+        return not named.get("dim") and 0 < named.get("ord", 2) < math.inf
+    if name in ("view", "_unsafe_view", "expand"):
+        return tuple(args[1]) == args[0].shape
+    return _is_elementwise(func, name)
+
+
+@cache
+def _is_elementwise(func: Any, name: str) -> bool:
+    tags = {torch.Tag.pointwise, torch.Tag.nondeterministic_seeded}
+    return (
+        name in _ON_PARTS
+        or name.startswith("new_")
+        or name.endswith("_like")
+        or not tags.isdisjoint(func.tags)
+    )
+
+
+def _is_everywhere(tensor: OwnedTensor) -> bool:
+    """Whether every rank has the whole, so that torch is right on its parts."""
+    param = _param_of(tensor)
+    return param.layout.shard_size == 1 and not param.is_cut and tensor.placements == param.weight_placements
+
+
+def _common_placements(owned: Sequence[OwnedTensor]) -> tuple[Placement, ...]:
+    """Those that tensors of one operation are brought to: theirs, or where the gradients lie."""
+    first = owned[0]
+    alike = all(value.placements == first.placements for value in owned)
+    return first.placements if alike else _param_of(first).owner_placements
+
+
+def _lie_together(tensors: Sequence[OwnedTensor], placements: tuple[Placement, ...]) -> bool:
+    """Whether their rows are on the same ranks, once they have these placements."""
+    keepers = set()
+    for tensor in tensors:
+        param = _param_of(tensor)
+        at_owner = (param.coordinate, param.tp_owner)
+        keepers.add(param.coordinate.shard if placements == param.weight_placements else at_owner)
+    return len(keepers) == 1 and len({tensor.shape for tensor in tensors}) == 1
+
+
+def _owned_like(sources: Sequence[Any], result: Any) -> Any:
+    """What an operation on `sources` has given, as one of ours if it lies as one of them."""
+    if type(result) is DTensor:
+        for source in sources:
+            alike = isinstance(source, OwnedTensor) and result.shape == source.shape
+            if alike and result.placements == source.placements:
+                return OwnedTensor.of(result, source.record)
+    return result
+
+
+def _broadcast_to(shape: torch.Size, flat: Sequence[Any]) -> bool:
+    """Whether the result of an operation, element by element, has this shape."""
+    shapes = [value.shape for value in flat if isinstance(value, DTensor)]
+    if all(other == shape or other.numel() == 1 for other in shapes):
+        return True
+    try:
+        return torch.broadcast_shapes(*shapes) == shape
+    except RuntimeError:
+        return False
+
+
+@torch.no_grad()
+def _on_whole(func: Any, flat: Sequence[Any], spec: Any) -> Any:
+    """The operation on whole tensors, on every rank; what it gives is replicated. Collective."""
+    mesh = next(_param_of(value).mesh for value in flat if isinstance(value, OwnedTensor))
+    args, kwargs = tree_unflatten([v.full_tensor() if isinstance(v, DTensor) else v for v in flat], spec)
+
+    def replicated(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        return DTensor.from_local(value, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+    return tree_map(replicated, func(*args, **kwargs))
+
+
+def _fit(flat: list[Any], first: OwnedTensor, placements: tuple[Placement, ...], name: str) -> None:
+    """Bring all tensors of one operation that have the rows of ours to where it is done; in place.
 
     Raises:
         RuntimeError: by the parameter's name, on every rank, for what lies otherwise than torch and we do.
     """
-    first = owned[0]
-    param = _param_of(first)
-    alike = [value for value in flat if isinstance(value, DTensor) and value.shape == first.shape]
-    if len(alike) < 2:
-        return
-    placements: tuple[Placement, ...] = first.placements
-    if any(value.placements != placements for value in owned if value.shape == first.shape):
-        placements = param.owner_placements
-    if in_place and flat[0] is not None and isinstance(flat[0], DTensor) and flat[0].placements != placements:
-        raise _misfit(param, name)
+    param, is_even = _param_of(first), _param_of(first).layout.shard_size == 1
     for index, value in enumerate(flat):
-        if not isinstance(value, DTensor) or value.shape != first.shape:
+        if not isinstance(value, DTensor) or value.numel() == 1 < first.numel():
             continue
+        mesh, elsewhere = value.device_mesh, value.placements != placements
+        if elsewhere and index == 0 and name.endswith("_"):
+            raise _refusal(param, name, _ELSEWHERE)
         if isinstance(value, OwnedTensor):
-            if value.placements != placements:
-                flat[index] = param.to_owner(value)
-        elif all(p.is_replicate() or p.is_partial() for p in value.placements):
-            if value.device_mesh != param.mesh:
-                raise _misfit(param, name)
-            whole = value.redistribute(placements=[Replicate()] * value.device_mesh.ndim)._local_tensor
-            flat[index] = param.from_whole(whole, placements)
-        elif value.placements != placements or param.layout.shard_size > 1:
-            raise _misfit(param, name)  # cut into even chunks, which one rank in a row alone has as we do
-    if in_place and hasattr(first, "_dmuon_count"):
-        first._dmuon_count = None  # a gradient to which something is added is one, whoever had one before
+            if elsewhere:
+                flat[index] = _param_of(value).to_owner(value)
+        elif mesh == param.mesh and all(
+            place.is_replicate() or place.is_partial() or mesh.size(dim) == 1
+            for dim, place in enumerate(value.placements)
+        ):
+            whole = value.redistribute(placements=[Replicate()] * mesh.ndim)._local_tensor
+            flat[index] = param.from_whole(whole.expand(first.shape), placements)
+        elif elsewhere or not is_even:
+            raise _refusal(
+                param, name, _ELSEWHERE
+            )  # in even chunks, which one rank in a row alone has as we do
 
 
-def _check_product(owned: list[OwnedTensor], name: str) -> None:
-    """Refuse products of matrices: torch would take the parts for even chunks.
+def _check_lists(args: tuple, name: str) -> None:
+    """In an operation on lists, what stands at one place of each has to lie together: torch would move it.
 
     Raises:
-        RuntimeError: by the parameter's name, on every rank, but where each has the whole.
+        RuntimeError: as `_fit`.
     """
-    for tensor in owned:
-        param = _param_of(tensor)
-        if param.layout.shard_size > 1 or param.is_cut or tensor.placements != param.weight_placements:
-            raise _misfit(param, name)
+    lists = [each for each in args if isinstance(each, (list, tuple)) and each]
+    for together in zip(*lists, strict=False):
+        owned = [value for value in together if isinstance(value, OwnedTensor)]
+        if not owned:
+            continue
+        placements = owned[0].placements
+        alike = [value for value in together if isinstance(value, DTensor) and value.shape == owned[0].shape]
+        fit = len(alike) == len(owned) or _param_of(owned[0]).layout.shard_size == 1
+        if not (fit and all(v.placements == placements for v in alike) and _lie_together(owned, placements)):
+            raise _refusal(_param_of(owned[0]), name, _ELSEWHERE)
 
 
-def _misfit(param: DedicatedParam, name: str) -> RuntimeError:
+def _refusal(param: DedicatedParam, name: str, why: str) -> RuntimeError:
     return RuntimeError(
-        f"{param.param_name} is a dedicated parameter, whole on its owner: {name} with a tensor that lies "
-        "elsewhere is not to be had. Work with dmuon.full_tensor(param), or with param.norm() and operations "
-        "on param, param.grad and numbers alone; change weights by values that lie as param does "
-        "(torch.zeros_like(param), param.clone())."
+        f"{param.param_name} is a dedicated parameter, whole on its owner: {name} {why} is not to be had. "
+        "Compute with dmuon.full_tensor(param), or in the forward of a module that fully_shard wraps; train "
+        "it with dmuon.Muon, no other optimizer; write values that lie as it does (torch.zeros_like(param), "
+        "param.clone()), and load whole ones with load_state_dict."
     )
 
 
