@@ -2,6 +2,7 @@
 
 import os
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import dmuon
 from dmuon.engine.collectives import Peers, Traffic
 from dmuon.engine.layout import per_world
 from dmuon.engine.runtime import find_runtime
-from layouts import Model, Sizes, build, distribute, loss_of, make_mesh
+from layouts import Model, Sizes, build, dedicate_on, distribute, loss_of, make_mesh
 from models import assert_weights_close, backward_both, step_both, with_oracle
 
 CPU = torch.device("cpu")
@@ -252,10 +253,19 @@ def one_chooses_otherwise(sizes: Sizes) -> None:
     def choose(name: str, param: torch.nn.Parameter) -> bool:
         return "proj.weight" in name and not (odd and "layers.1.down_proj" in name)
 
-    with pytest.raises(
-        RuntimeError, match=r"not chosen the same parameters: layers\.1\.down_proj\.weight is ded"
-    ):
-        build(Model(), sizes, predicate=choose)
+    def first_uses(model: Model) -> None:
+        dedicate_on(model, sizes, predicate=choose)
+        model.state_dict()
+
+    def whole(model: Model) -> None:
+        distribute(model, sizes, predicate=choose)
+        dmuon.full_tensor(model.layers[0].up_proj.weight)
+
+    for act in (partial(build, sizes=sizes, predicate=choose), first_uses, whole):
+        with pytest.raises(
+            RuntimeError, match=r"not chosen the same parameters: layers\.1\.down_proj\.weight is ded"
+        ):
+            act(Model())
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 2, "tp": 2}, {"ddp": 2}], ids=str)

@@ -39,10 +39,10 @@ def summary(model: nn.Module) -> str:
     """A table of every trainable parameter: its algorithm, its owner, its bytes; and the owners' balance.
 
     `kept by` names the global rank that runs Newton-Schulz for the matrix (of this rank's slice of the mesh),
-    or one of the team that does. `bytes` are those of the whole tensor. The last lines say how evenly the work is spread: the busiest
-    owner's operations against the mean, and against the best that any assignment can do; which embeddings and
-    heads were guessed to be such; and, once `Muon` is built, in which dtype and with which backend it
-    orthogonalizes.
+    or one of the team that does. `bytes` are those of the whole tensor. The last lines say how evenly the
+    work is spread: the busiest owner's operations against the mean, and against the best that any assignment
+    can do; which embeddings and heads were guessed to be such; and, once `Muon` is built, in which dtype and
+    with which backend it orthogonalizes.
 
     Raises:
         ValueError: if the model has no dedicated parameters.

@@ -23,11 +23,17 @@ def ranks_of(params: Iterable[DedicatedParam]) -> DeviceMesh:
 
 
 def gather_objects(mesh: DeviceMesh | Sequence[DeviceMesh], value: T) -> list[T]:
-    """What each rank of a mesh (or of several, one after the other) gives; collective over them. Anything
-    that can be pickled, and small."""
+    """What each rank of a mesh (or of several of one root) gives; collective over them. Anything that can be
+    pickled, and small."""
     values = [value]
     meshes = [mesh] if isinstance(mesh, DeviceMesh) else mesh
-    for group in (each.get_group(dim) for each in meshes for dim in range(each.ndim) if each.size(dim) > 1):
+    groups = {
+        each.mesh_dim_names[dim] if each.mesh_dim_names else str(dim): each.get_group(dim)
+        for each in meshes
+        for dim in range(each.ndim)
+        if each.size(dim) > 1
+    }
+    for _, group in sorted(groups.items()):  # the same on all ranks, whatever the order of the meshes
         parts: list[list[T]] = [[]] * dist.get_world_size(group)
         dist.all_gather_object(parts, values, group=group)
         values = [each for part in parts for each in part]
@@ -55,8 +61,8 @@ def check_alike(model: nn.Module, params: Sequence[DedicatedParam], stacks: Sequ
     if len(set(gather_objects(meshes, fingerprint(list(mine.items()))))) == 1:
         return
     answers = gather_objects(meshes, mine)
-    differing = (n for n in sorted(set().union(*answers)) if len({answer.get(n) for answer in answers}) > 1)
-    name = next(differing, "their order")
+    names = sorted(set().union(*answers), key=lambda name: (all(name in answer for answer in answers), name))
+    name = next((n for n in names if len({answer.get(n) for answer in answers}) > 1), "their order")
     raise RuntimeError(
         f"the ranks have not chosen the same parameters: {name} is dedicated on some of them only, or has "
         "another shape or owner there. Give dedicate_params the same model, mesh and predicate on all ranks."

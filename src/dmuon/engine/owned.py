@@ -180,7 +180,7 @@ def _lie_together(tensors: Sequence[OwnedTensor], placements: tuple[Placement, .
     keepers = set()
     for tensor in tensors:
         param = _param_of(tensor)
-        at_owner = (param.coordinate, param.tp_owner)
+        at_owner = (param.coordinate, None if param.has_team else param.tp_owner)
         keepers.add(param.coordinate.shard if placements == param.weight_placements else at_owner)
     return len(keepers) == 1 and len({tensor.shape for tensor in tensors}) == 1
 

@@ -48,6 +48,7 @@ class DedicatedParam:
         has_team: the ranks that hold the pieces of a cut parameter orthogonalize it together, and each keeps
             a part of the gradient and the momentum, instead of the TP owner all of them.
         published: the version that all replicas have; None: none in common.
+        agree: makes sure that all ranks have chosen the same parameters, on all ranks.
         settle: brings what steps have left to be published to everyone, on all ranks.
         reduce_due: reduces what is due to be reduced, on all ranks.
         has_plain_neighbours: the base parameters are plain tensors, equal on all ranks (torch's DDP).
@@ -77,6 +78,7 @@ class DedicatedParam:
         self.has_team = False
         self.gathered: nn.Parameter | None = None
         self.published: Version | None = None
+        self.agree: Callable[[], None] = _nothing
         self.settle: Callable[[], None] = _nothing
         self.reduce_due: Callable[[], None] = _nothing
         self.model: Callable[[], nn.Module | None] = lambda: None  # a weak reference, like that below
@@ -319,6 +321,7 @@ class DedicatedParam:
         shape: `piece_shape`, dtype: that of the resting weight.
         """
         self.refresh()
+        self.agree()
         self.settle()
         with explained(f"the broadcast of {self.param_name}, whole, to all ranks", READ_RULE):
             if self.published != self.version:

@@ -99,6 +99,7 @@ class Runtime:
         self._first_group: Group | None = None
         self._last_group: Group | None = None  # of the forward under way
         self._forward = 0  # its number
+        self._have_agreed = False
         self._ended: Callable[[], _EndOfBackward | None] = lambda: None
         self._unfinished = False  # a backward has begun and its end has not been reached
         self._open: list[Group] = []  # the running backward has come to them, and not reduced them yet
@@ -107,7 +108,7 @@ class Runtime:
         self._fruitless = False  # one without reduction gave none
         model.__dict__[_ATTRIBUTE] = self
         for param in params:
-            param.model = weakref.ref(model)
+            param.model, param.agree = weakref.ref(model), self.agree
         attributes: dict[nn.Module, set[str]] = {}
         for param in params:
             attributes.setdefault(param.module, set()).add(param.attribute)
@@ -147,7 +148,7 @@ class Runtime:
         for module in {param.module for param in self.params}:
             fsdp.unhide(module)
         self.check()
-        check_alike(self.model, self.params, self.stacks)
+        self.agree()
         cuts = list({id(param.tp): param.tp for param in self.params if param.tp is not None}.values())
         self.communication = Communication(self.layout, cuts, self.options.process_groups)
         boundaries = hook_boundaries(self.model, self.options.hook_boundary)
@@ -186,6 +187,17 @@ class Runtime:
         for task in self.on_seal:
             task()
         logger.debug("sealed: %s", self.groups)
+
+    def agree(self) -> None:
+        """Make sure that all ranks have chosen alike; collective over all of them, once.
+
+        Raises:
+            RuntimeError: as `check_alike`.
+        """
+        if self._have_agreed:
+            return
+        check_alike(self.model, self.params, self.stacks)
+        self._have_agreed = True
 
     def check(self) -> None:
         """Refuse what `fully_shard`, or others, have made unworkable since `dedicate_params`.
