@@ -414,12 +414,11 @@ def muon_with_a_bad_setting(mesh: DeviceMesh, **settings: Any) -> Attempt:
     return lambda: dmuon.Muon(model, **settings)
 
 
-def muon_after_a_parameter_was_replaced(mesh: DeviceMesh) -> Attempt:
+def fully_shard_after_a_parameter_was_replaced(mesh: DeviceMesh) -> Attempt:
     model = small_model()
     dedicate(model, mesh, predicate=is_proj)
     model.layers[0].q_proj.weight = nn.Parameter(torch.zeros(6, 6))
-    shard(model, mesh)
-    return lambda: dmuon.Muon(model)
+    return lambda: shard(model, mesh)
 
 
 @pytest.mark.parametrize(
@@ -436,7 +435,7 @@ def muon_after_a_parameter_was_replaced(mesh: DeviceMesh) -> Attempt:
             "ValueError",
             ["nobody"],
         ),
-        (muon_after_a_parameter_was_replaced, "RuntimeError", [Q_PROJ, "in place"]),
+        (fully_shard_after_a_parameter_was_replaced, "RuntimeError", [Q_PROJ, "in place"]),
     ],
 )
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=["fsdp", "hsdp"])

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 import dmuon
-from layouts import Model, Sizes, build, distribute, loss_of, make_mesh, parallelize
+from layouts import Model, Sizes, build, dedicate_on, distribute, loss_of, make_mesh, parallelize
 from models import agreed, is_proj
 
 LAYOUTS = [pytest.param({"dp": 2}, id="dp2"), pytest.param({"ddp": 2}, id="ddp2")]
@@ -41,8 +41,11 @@ def replace_in_training(sizes: Sizes) -> str:
     loss_of(model, 0).backward()
     optimizer.step()
     replace_module(model)
-    loss_of(model, 1).backward()
-    return raised(RuntimeError, optimizer.step)
+    with torch.no_grad():
+        loss_of(model, 1)  # for an evaluation, say
+    told = raised(RuntimeError, loss_of, model, 1)
+    assert raised(RuntimeError, optimizer.step) == told
+    return told
 
 
 def remove_in_training(sizes: Sizes) -> bool:
@@ -62,6 +65,17 @@ def remove_in_training(sizes: Sizes) -> bool:
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_layer_may_be_removed(ranks, sizes):
     assert agreed(ranks, sizes, remove_in_training)
+
+
+def replace_and_keep_weight(sizes: Sizes) -> str:
+    """As quantization libraries do, before `fully_shard`."""
+    model = Model()
+    dedicate_on(model, sizes)
+    old, new = model.layers[0].up_proj, nn.Linear(6, 13, bias=False, device="meta")
+    new.weight = old.weight
+    model.layers[0].up_proj = new
+    mesh = make_mesh(sizes)["dp"]
+    return raised(RuntimeError, partial(fully_shard, model.layers[0], mesh=mesh))
 
 
 def delete_weight(sizes: Sizes) -> str:
@@ -84,6 +98,7 @@ def parametrize_weight(sizes: Sizes) -> str:
     [
         (replace_before_muon, "its module is no longer a part of the model"),
         (replace_in_training, "its module is no longer a part of the model"),
+        (replace_and_keep_weight, "its module is no longer a part of the model"),
         (delete_weight, "another parameter has been put in its place"),
         (parametrize_weight, "another parameter has been put in its place"),
     ],

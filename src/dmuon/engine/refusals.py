@@ -14,6 +14,7 @@ import torch.nn as nn
 from torch.distributed._composable.contract import REGISTRY_KEY
 from torch.distributed.fsdp import FSDPModule
 
+from .parameter import DedicatedParam
 from .runtime import Runtime
 
 _DDP = "_ddp_params_and_buffers_to_ignore"  # DistributedDataParallel goes over these names first of all
@@ -33,10 +34,10 @@ def refuse_late_calls(runtime: Runtime) -> None:
             "DistributedDataParallel. For that, call dmuon.dedicate_params_ddp in its place."
         )
         model.__dict__[_DDP] = _Note(error)
-    around: dict[nn.Module, str] = {}
+    inside: dict[nn.Module, list[DedicatedParam]] = {}  # of each module around them
     for param in params:
         path = paths[param.module]
-        around.setdefault(modules[path], param.param_name)
+        inside.setdefault(modules[path], []).append(param)
         error = RuntimeError(
             f"{param.param_name} is a dedicated parameter, whole on its owner, and cannot be cut now. Call "
             "parallelize_module first, then dmuon.dedicate_params (dedicate_params_ddp_tp for DDP), "
@@ -45,10 +46,10 @@ def refuse_late_calls(runtime: Runtime) -> None:
         param.module.__dict__[_TENSOR_PARALLEL] = _Note(error)
         while path:
             path = path.rpartition(".")[0]
-            around.setdefault(modules[path], param.param_name)
-    for module, name in around.items():
+            inside.setdefault(modules[path], []).append(param)
+    for module, held in inside.items():
         known = module.__dict__.get(REGISTRY_KEY, {})
-        module.__dict__[REGISTRY_KEY] = _Registry(known, _check_in_time(runtime, name))
+        module.__dict__[REGISTRY_KEY] = _Registry(known, _check_in_time(runtime, module, held))
 
 
 def hide_from_ddp(runtime: Runtime) -> None:
@@ -68,14 +69,18 @@ def refuse_second_average(model: nn.Module) -> None:
     model.__dict__[_DDP] = _Note(error)
 
 
-def _check_in_time(runtime: Runtime, name: str) -> Callable[[], None]:
+def _check_in_time(runtime: Runtime, module: nn.Module, params: list[DedicatedParam]) -> Callable[[], None]:
     def check() -> None:
         if runtime.is_sealed or isinstance(runtime.model, FSDPModule):
             raise RuntimeError(
-                f"{name} is a dedicated parameter, and its model has been wrapped as a whole, run, or given "
-                "to dmuon.Muon already: fully_shard would cut it now. The order is: dmuon.dedicate_params, "
-                "fully_shard of the layers, then of the model, then dmuon.Muon."
+                f"{params[0].param_name} is a dedicated parameter, and its model has been wrapped as a "
+                "whole, run, or given to dmuon.Muon already: fully_shard would cut it now. The order is: "
+                "dmuon.dedicate_params, fully_shard of the layers, then of the model, then dmuon.Muon."
             )
+        held = {id(param) for inner in module.modules() for param in inner._parameters.values()}
+        hidden = {param.module for param in params}.issubset(module.modules())
+        if not hidden or not held.issuperset(id(param.resting) for param in params):
+            runtime.check()  # something else is in its place, and would be cut
 
     return check
 

@@ -248,7 +248,10 @@ class Runtime:
         self.seal()
         if self._in_backward:
             return
-        self._presence.check_places()
+        if torch.is_grad_enabled():
+            self._presence.check(may_be_removed=True)
+        else:
+            self._presence.check_places()
         for param in self.params:
             param.check_written()
         if torch.is_grad_enabled():
