@@ -37,6 +37,7 @@ class ReferenceMuon:
         ns_steps: int = 5,
         coefficients: tuple = QUINTIC,
         cautious: bool = False,
+        row_beta: float | None = None,
         adamw_lr: float = 1e-3,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_weight_decay: float = 0.0,
@@ -52,6 +53,7 @@ class ReferenceMuon:
         self.lr, self.momentum, self.weight_decay = lr, momentum, weight_decay
         self.nesterov, self.scale = nesterov, scale
         self.ns_steps, self.coefficients, self.cautious = ns_steps, coefficients, cautious
+        self.row_beta, self.squares = row_beta, {}
         self.buffers: dict[nn.Parameter, torch.Tensor] = {}
 
     @torch.no_grad()
@@ -70,10 +72,21 @@ class ReferenceMuon:
                 "none": 1.0,
             }[self.scale]
             orthogonal = orthogonalize(update, self.ns_steps, self.coefficients)
+            if self.row_beta is not None:
+                orthogonal = self.normalised(p, orthogonal)
             decayed = p * (orthogonal * p >= 0) if self.cautious else p
             p.copy_(p - self.lr * self.weight_decay * decayed - self.lr * factor * orthogonal)
         if self.adamw is not None:
             self.adamw.step()
+
+    def normalised(self, p: nn.Parameter, orthogonal: torch.Tensor) -> torch.Tensor:
+        """NorMuon (arXiv:2510.05491), for the norm of an orthogonal matrix."""
+        rows, cols = p.shape
+        squares = self.squares.get(p, torch.zeros(rows))
+        squares = self.row_beta * squares + (1 - self.row_beta) * orthogonal.square().sum(1) / cols
+        self.squares[p] = squares
+        scaled = orthogonal / (squares.sqrt() + 1e-8)[:, None]
+        return scaled * min(rows, cols) ** 0.5 / scaled.square().sum().sqrt().clamp(min=1e-30)
 
     def zero_grad(self, params: Iterable[nn.Parameter] | None = None) -> None:
         for p in params if params is not None else self.all_parameters():

@@ -248,17 +248,17 @@ def state_of(model: Mixture, optimizer: dmuon.Muon) -> dict:
 
 
 def resume(saved_on: dict[str, int], loaded_on: dict[str, int], path: str, phase: str) -> None:
-    """Three steps, a checkpoint, two more on another layout: as five in one process."""
+    """Three steps, a checkpoint, two more on another layout: as five in one process. With a state per row."""
     sizes = saved_on if phase == "save" else loaded_on
     torch.manual_seed(0)
     model = Mixture()
     oracle = separate(model)
-    reference = ReferenceMuon(oracle, is_muons, **SETTINGS)
+    reference = ReferenceMuon(oracle, is_muons, **SETTINGS, row_beta=0.9)
     if phase == "load":
         with torch.no_grad():
             for p in model.parameters():
                 p.zero_()
-    optimizer = distribute(model, sizes)
+    optimizer = distribute(model, sizes, variant=dmuon.NorMuon(beta2=0.9))
     every = range(3) if phase == "save" else range(5)
     for step in every:
         for r in range(2):
@@ -266,26 +266,22 @@ def resume(saved_on: dict[str, int], loaded_on: dict[str, int], path: str, phase
         reference.step()
         reference.zero_grad()
     if phase == "load":
-        state = {
-            "model": dmuon.get_model_state_dict(model),
-            "optim": dmuon.get_optimizer_state_dict(model, optimizer),
-        }
+        state = state_of(model, optimizer)
         dcp.load(state, checkpoint_id=path)
         dmuon.set_model_state_dict(model, state["model"])
         dmuon.set_optimizer_state_dict(model, optimizer, state["optim"])
     for step in range(3) if phase == "save" else range(3, 5):
         # Two batches, whatever the number of ranks.
-        (loss_of(model, 100 * step + dist.get_rank() % 2)).backward()
+        loss_of(model, 100 * step + dist.get_rank() // sizes.get("tp", 1) % 2).backward()
         optimizer.step()
         optimizer.zero_grad()
     assert_equal(model, oracle)
     if phase == "save":
-        state = {
-            "model": dmuon.get_model_state_dict(model),
-            "optim": dmuon.get_optimizer_state_dict(model, optimizer),
-        }
-        momentum = state["optim"]["state"]["blocks.0.experts.down"]["momentum_buffer"]
-        assert momentum.placements == state["model"]["blocks.0.experts.down"].placements
+        state = state_of(model, optimizer)
+        if "tp" not in sizes:
+            placements = state["model"]["blocks.0.experts.down"].placements
+            for value in state["optim"]["state"]["blocks.0.experts.down"].values():
+                assert value.placements == placements
         dcp.save(state, checkpoint_id=path)
 
 
@@ -294,6 +290,7 @@ def resume(saved_on: dict[str, int], loaded_on: dict[str, int], path: str, phase
     [
         pytest.param({"dp": 2}, {"efsdp": 2, "ep": 2}, id="dp2-to-ep"),
         pytest.param({"efsdp": 2, "ep": 2}, {"dp": 2}, id="ep-to-dp2"),
+        pytest.param({"dp": 2, "tp": 2}, {"ddp": 2}, id="dp2-tp2-to-ddp2"),
         pytest.param(
             {"replicate": 2, "shard": 2}, {"dp": 4}, id="hsdp-to-dp4", marks=pytest.mark.combination
         ),

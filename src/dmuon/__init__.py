@@ -28,6 +28,7 @@ from .engine.parameter import DedicatedParam
 from .inspect import get_dedicated_params, get_owned_params, summary
 from .optim.muon import Muon
 from .optim.newton_schulz import newton_schulz
+from .optim.variants import NorMuon, State, Variant, ema_
 from .qk_clip import AttentionHeads, qk_clip_
 from .scaler import GradScaler
 from .structure import Structure
@@ -39,13 +40,17 @@ __all__ = [
     "DedicatedParam",
     "GradScaler",
     "Muon",
+    "NorMuon",
+    "State",
     "Structure",
+    "Variant",
     "as_sharded",
     "clip_grad_norm_",
     "dedicate_params",
     "dedicate_params_ddp",
     "dedicate_params_ddp_tp",
     "dedicated_parameters",
+    "ema_",
     "full_tensor",
     "get_dedicated_params",
     "get_model_state_dict",

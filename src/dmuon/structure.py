@@ -91,6 +91,15 @@ class Structure:
         parts = [size * together for size in self.sizes]
         return [(count * times, p, cols) if self.dim == "out" else (count * times, rows, p) for p in parts]
 
+    def row_counts(self, shape: Sequence[int]) -> list[int]:
+        """How many rows (outputs) the matrices of each kind have, all together, in one element of a stack."""
+        return [count * rows for count, rows, _ in self.matrices(shape[self.stacked(shape) :])]
+
+    def row_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Shape of a tensor with a number for each row of each matrix: behind the stack's dims, the rows of
+        one kind of matrix behind those of another."""
+        return (*shape[: self.stacked(shape)], sum(self.row_counts(shape)))
+
     def parts(self, tensor: Tensor) -> list[Tensor]:
         """Views of the tensor, one for each kind of matrix, in the order of `matrices`.
 
@@ -121,7 +130,7 @@ class Structure:
         """The way back from `as_matrices`, into the tensor that the view is of."""
         if self.sizes and self.dim == "in" and self.apart:
             part = part.movedim(-2, -3)
-        part.copy_(matrices.view(part.shape))
+        part.copy_(matrices.reshape(part.shape))
 
     def _sides(self, shape: Sequence[int]) -> tuple[int, int]:
         """Outputs and inputs of the last dims together."""

@@ -25,16 +25,16 @@ from torch.distributed.tensor import DTensor
 from ..engine.collectives import explained
 from ..engine.layout import local_slices, wrap_local
 from ..engine.owned import OwnedTensor
-from ..engine.parameter import READ_RULE, DedicatedParam
+from ..engine.parameter import READ_RULE, DedicatedParam, local_part
 from ..optim.newton_schulz import COEFFICIENTS, Coefficients
+from ..optim.state import local_state, shapes
+from ..optim.state import zeros as initial
+from ..optim.variants import State
 
 if TYPE_CHECKING:
     from ..optim.muon import Muon
 
 logger = logging.getLogger(__name__)
-
-_MOMENTUM = "momentum_buffer"
-_STATES = {"muon": {_MOMENTUM}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}  # of one parameter
 
 # The settings of a group: those of torch's optimizers, without which a state is refused; those that dmuon has
 # besides, where ours stay if the state has none; and what is no setting of an optimizer, but travels with it.
@@ -133,8 +133,7 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
 
     Loading raises ValueError, by name, before anything has changed, for what is missing or does not fit.
     """
-    loaded: dict[DedicatedParam, torch.Tensor] = {}
-    stacks: dict[torch.Tensor, torch.Tensor] = {}  # that Muon trains where they lie
+    loaded: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {}  # of Muon's parameters
 
     def save(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         groups = [settings_to_save(group) for group in state_dict["param_groups"]]
@@ -152,23 +151,22 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
         params = [(p, group["algorithm"]) for group in optimizer.param_groups for p in group["params"]]
         for index, (resting, algorithm) in enumerate(params):
             param, entry = optimizer._record(resting), state.get(index) or {}
-            if param is not None and _MOMENTUM in entry:
+            if param is not None and entry:
                 optimizer.check_team(param)
-                state[index] = {**entry, _MOMENTUM: _stock_momentum(param, entry[_MOMENTUM])}
+                state[index] = {name: _stock_state(param, value) for name, value in entry.items()}
             elif not entry and state:  # frozen ones too: they may not be when the state is loaded
-                state[index] = first_state(optimizer, resting, param, algorithm)
+                state[index] = first_state(optimizer, resting, algorithm)
         state = dict(sorted(state.items()))  # of full states, the parts are gathered in this order
         return {**state_dict, "state": state, "param_groups": groups}
 
     def before_load(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        # The state may be keyed by name: keys are what the loaded groups list. torch would cast the momentum
-        # to the parameter's dtype on the way in, so it goes round torch.
+        # The state may be keyed by name: keys are what the loaded groups list. torch would cast Muon's to the
+        # parameter's dtype on the way in, so it goes round torch.
         loaded.clear()
-        stacks.clear()
         optimizer._consolidated = None
         optimizer.check_members()
         optimizer.synchronize()  # a publish in flight may have to read momentum still
-        values: dict[DedicatedParam, torch.Tensor] = {}
+        values: dict[torch.Tensor, Mapping[str, torch.Tensor]] = {}
         state, groups = dict(state_dict["state"]), []
         for mine, theirs in _paired(optimizer, state_dict):
             names = [optimizer._names[id(p)] for p in mine["params"]]
@@ -178,33 +176,20 @@ def install_optimizer_hooks(optimizer: Muon) -> None:
                 if entry is None:
                     _check_absent(state, key, name, resting)
                     continue
-                check_entry(entry, name, resting, mine["algorithm"])
-                param = optimizer._record(resting)
+                check_entry(entry, name, resting, mine["algorithm"], optimizer)
                 if entry and mine["algorithm"] == "muon":
-                    if param is not None:
-                        values[param] = entry[_MOMENTUM]
-                    else:
-                        stacks[resting] = entry[_MOMENTUM]
-                    state[key] = {k: v for k, v in entry.items() if k != _MOMENTUM}
-                elif isinstance(resting, DTensor):
+                    values[resting] = entry
+                    state[key] = {}
+                else:
                     state[key] = {k: v if k == "step" else _as_lies(v, resting) for k, v in entry.items()}
         loaded.update(values)
         return {**state_dict, "state": state, "param_groups": groups}
 
     def after_load(optimizer: Any) -> None:
-        for param, value in loaded.items():
-            whole = _whole(value, param)
-            optimizer.state[param.resting].pop(_MOMENTUM, None)
-            local = optimizer._momentum(param)
-            if param.keeps_state:
-                local.copy_(whole[param.part] if param.has_team else whole)
+        for resting, entry in loaded.items():
+            for name, local in local_state(optimizer, resting).items():
+                _take(optimizer, resting, entry[name], local)
         loaded.clear()
-        for stack, value in stacks.items():
-            if isinstance(stack, DTensor):
-                value = _as_lies(value, stack)
-            value = value.to(device=stack.device, dtype=optimizer.momentum_dtype)
-            optimizer.state[stack][_MOMENTUM] = value
-        stacks.clear()
         for group in optimizer.param_groups:
             for resting in group["params"]:
                 if "step" in optimizer.state.get(resting, {}):
@@ -231,26 +216,45 @@ def whole_state(state: Mapping[Any, Mapping[str, Any]], *, keep: bool) -> dict[A
     return found
 
 
-def _as_lies(whole: torch.Tensor, param: DTensor) -> DTensor:
+def _take(optimizer: Muon, resting: torch.Tensor, value: torch.Tensor, local: torch.Tensor) -> None:
+    """Load a state of a parameter of Muon's; collective for a DTensor of a dedicated one."""
+    param = optimizer._record(resting)
+    if param is None:
+        value = _as_lies(value, resting)
+        if isinstance(value, DTensor) and isinstance(resting, DTensor):
+            value = value.redistribute(placements=resting.placements)
+        local.copy_(local_part(value))
+        return
+    whole = _whole(value, param)
+    if param.keeps_state:
+        local.copy_(whole[param.part] if param.has_team else whole)
+
+
+def _as_lies(whole: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
     """A whole tensor of each rank as a base parameter lies; a DTensor as it is."""
-    if isinstance(whole, DTensor):
+    if isinstance(whole, DTensor) or not isinstance(param, DTensor):
         return whole
     mine = whole[local_slices(whole.shape, param.device_mesh, param.placements)]
-    return wrap_local(mine.clone().to(param.device), param.shape, param.device_mesh, param.placements)
+    return wrap_local(mine.clone().to(param.device), whole.shape, param.device_mesh, param.placements)
 
 
-def first_state(
-    optimizer: Muon, resting: torch.Tensor, param: DedicatedParam | None, algorithm: str
-) -> dict[str, torch.Tensor]:
+def first_state(optimizer: Muon, resting: torch.Tensor, algorithm: str) -> dict[str, torch.Tensor]:
     """What a parameter that has had no gradient yet stands for, so that it is not missing in a file."""
-    if param is not None:
-        zeros = torch.zeros(param.piece_shape, dtype=optimizer.momentum_dtype, device=param.layout.device)
-        return {_MOMENTUM: _as_stock(zeros, param)}
     if algorithm == "muon":
-        return {_MOMENTUM: torch.zeros_like(resting, dtype=optimizer.momentum_dtype)}
+        return {state.name: _stock_zeros(optimizer, resting, state) for state in optimizer.variant.states}
     zeros = torch.zeros_like(resting)
     step = torch.zeros((), dtype=torch.float32)
     return {"step": step, "exp_avg": zeros.detach(), "exp_avg_sq": zeros.detach().clone()}
+
+
+def _stock_zeros(optimizer: Muon, resting: torch.Tensor, state: State) -> torch.Tensor:
+    param = optimizer._record(resting)
+    if param is None:
+        return initial(optimizer, resting, state)
+    device, dtype = param.layout.device, state.dtype or optimizer.momentum_dtype
+    if state.per == "row":
+        return torch.zeros(param.structure.row_shape(param.full_shape), dtype=dtype, device=device)
+    return _as_stock(torch.zeros(param.piece_shape, dtype=dtype, device=device), param)
 
 
 def _paired(optimizer: Muon, state_dict: Mapping[str, Any]) -> Iterator[tuple[dict, dict]]:
@@ -284,18 +288,23 @@ def warn_of_absent(name: str) -> None:
     logger.warning("the optimizer state loaded has nothing for %s, which starts anew", name)
 
 
-def check_entry(entry: Mapping[str, Any], name: str, param: torch.Tensor, algorithm: str) -> None:
+def check_entry(
+    entry: Mapping[str, Any], name: str, param: torch.Tensor, algorithm: str, optimizer: Muon
+) -> None:
     """Raise for states of one parameter that are missing, of another algorithm, or of another shape."""
     if not entry and not param.requires_grad:
         return
-    expected = _STATES[algorithm]
-    if set(entry) != expected:
+    if algorithm == "muon":
+        whose, expected = optimizer.variant.name, shapes(optimizer, param)
+    else:
+        whose, expected = "AdamW", {"step": torch.Size(), "exp_avg": param.shape, "exp_avg_sq": param.shape}
+    if set(entry) != set(expected):
         raise ValueError(
-            f"the optimizer state to load for {name} is {sorted(entry)}, that of "
-            f"{'Muon' if algorithm == 'muon' else 'AdamW'} is {sorted(expected)}"
+            f"the optimizer state to load for {name} is {sorted(entry)}, that of {whose} is "
+            f"{sorted(expected)}"
         )
     for key, value in entry.items():
-        shape = torch.Size() if key == "step" else param.shape
+        shape = expected[key]
         if not isinstance(value, torch.Tensor):
             if key != "step":
                 raise ValueError(f"the {key} to load for {name} is {value!r}, no tensor")
@@ -363,8 +372,11 @@ def _plain(coefficients: Any) -> Any:
     return plain if plain and isinstance(plain[0], list) else [plain]
 
 
-def _stock_momentum(param: DedicatedParam, momentum: OwnedTensor) -> torch.Tensor:
-    return _as_stock(param.piece_of_state(param.spread(momentum)), param)
+def _stock_state(param: DedicatedParam, value: torch.Tensor) -> torch.Tensor:
+    """What a state dict shows of a state; what is per row, whole on every rank. Collective."""
+    if isinstance(value, OwnedTensor):
+        return _as_stock(param.piece_of_state(param.spread(value)), param)
+    return param.spread_state(value, param.structure.row_shape(param.full_shape))
 
 
 def _whole(value: torch.Tensor, param: DedicatedParam) -> torch.Tensor:

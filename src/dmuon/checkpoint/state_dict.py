@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from ..engine.agreement import gather_objects, ranks_of
 from ..engine.runtime import find_runtime, has_runtime
+from ..optim.variants import MOMENTUM
 from ..selection import clean_name
 from .hooks import OURS, check_entry, settings_to_save, warn_of_absent
 from .sharded import evenly_sharded
@@ -26,6 +27,8 @@ from .sharded import evenly_sharded
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.state_dict import StateDictOptions
     from torch.nn.modules.module import _IncompatibleKeys
+
+    from ..optim.muon import Muon
 
 StateDict = dict[str, Any]
 
@@ -169,10 +172,15 @@ def to_torch_state_dict(optimizer_state_dict: Mapping[str, Any]) -> StateDict:
         dmuon computes the update.
 
     Raises:
-        ValueError: for settings that `torch.optim.Muon` cannot follow: `maximize`, `cautious_weight_decay`,
-            the spectral scale, and Newton-Schulz coefficients that differ from step to step.
+        ValueError: for a variant's state, and for settings that `torch.optim.Muon` cannot follow: `maximize`,
+            `cautious_weight_decay`, the spectral scale, and Newton-Schulz coefficients that differ from step
+            to step.
     """
     groups = []
+    foreign = {name for entry in optimizer_state_dict["state"].values() for name in entry}
+    foreign -= {MOMENTUM, "step", "exp_avg", "exp_avg_sq"}
+    if foreign:
+        raise ValueError(f"torch.optim.Muon keeps no {sorted(foreign)}: it knows no variants")
     for group in optimizer_state_dict["param_groups"]:
         algorithm = group.get("algorithm", "adamw")
         coefficients = group.get("ns_coefficients", (0.0,))
@@ -321,7 +329,8 @@ def _wrong_entry(groups: list[_Group], entries: Mapping[str, dict[str, Any]]) ->
         for name, param in group.params.items():
             if name in entries and "algorithm" in group.settings:
                 try:
-                    check_entry(entries[name], name, param, group.settings["algorithm"])
+                    algorithm = group.settings["algorithm"]
+                    check_entry(entries[name], name, param, algorithm, cast("Muon", group.optimizer))
                 except ValueError as error:
                     return error
     return None

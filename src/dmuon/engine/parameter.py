@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from typing import Any, cast
@@ -356,22 +357,34 @@ class DedicatedParam:
         local = tensor._local_tensor
         if tensor is self.resting:
             return self.piece()
-        if tensor.placements == self.weight_placements:
-            self.settle()
-            kept, shape = self.keeps_weight, self.piece_shape
-        else:
-            kept, shape = self.keeps_state, self.state_shape
-        result = torch.empty(shape, dtype=tensor.dtype, device=self.layout.device)
-        if kept:
+        if tensor.placements != self.weight_placements:
+            return self.spread_state(local, self.state_shape)
+        self.settle()
+        result = torch.empty(self.piece_shape, dtype=tensor.dtype, device=self.layout.device)
+        if self.keeps_weight:
             result.copy_(local)
-        with explained(f"the broadcast of a tensor of {self.param_name} to all ranks", READ_RULE):
-            if tensor.placements != self.weight_placements:
-                if self.in_owner_row and self.tp is not None and self.is_cut and not self.has_team:
-                    self.tp.broadcast_from(result, self.tp_owner)
-                if self.keeps_weight:
-                    self.layout.broadcast_down(result, self.coordinate)
+        with self._explained_spread():
             self.layout.broadcast_along(result, self.coordinate)
         return result
+
+    def spread_state(self, local: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+        """What the owner keeps, or a team's rank, on every rank. Collective.
+
+        local: of that shape where `keeps_state`.
+        """
+        result = torch.empty(shape, dtype=local.dtype, device=self.layout.device)
+        if self.keeps_state:
+            result.copy_(local)
+        with self._explained_spread():
+            if self.in_owner_row and self.tp is not None and self.is_cut and not self.has_team:
+                self.tp.broadcast_from(result, self.tp_owner)
+            if self.keeps_weight:
+                self.layout.broadcast_down(result, self.coordinate)
+            self.layout.broadcast_along(result, self.coordinate)
+        return result
+
+    def _explained_spread(self) -> AbstractContextManager[None]:
+        return explained(f"the broadcast of a tensor of {self.param_name} to all ranks", READ_RULE)
 
     def to_owner(self, tensor: OwnedTensor) -> OwnedTensor:
         """What lies as the weight does, where the gradient lies. If cut, collective in the owner row."""

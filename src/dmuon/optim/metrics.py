@@ -18,10 +18,11 @@ from ..engine.agreement import ranks_of
 from ..engine.parameter import DedicatedParam, local_part
 from ..scratch import Scratch
 from ..structure import Structure
-from .newton_schulz import Settings
-from .parts import orthogonalize_parts, scale_of
+from .owners import recipe_of
+from .parts import Recipe, scale_of
+from .state import local_state
 from .team import Team
-from .update import UpdateRule, check_rule, last_direction, shape_scale
+from .variants import MOMENTUM
 
 if TYPE_CHECKING:
     from .muon import Muon
@@ -95,7 +96,7 @@ def _all(optimizer: Muon, widest: DeviceMesh) -> Iterator[_Measured]:
     for group in optimizer.param_groups:
         if group["algorithm"] != "muon":
             continue
-        rule, settings = check_rule(group), optimizer._settings(group)
+        recipe = recipe_of(optimizer, group, scratch)
         for resting in group["params"]:
             if resting.grad is not None:
                 param = optimizer._record(resting)
@@ -103,7 +104,7 @@ def _all(optimizer: Muon, widest: DeviceMesh) -> Iterator[_Measured]:
                 mesh = param.mesh if param is not None else getattr(resting, "device_mesh", widest)
                 sums = _Sums()
                 if _is_counted(mesh, widest):
-                    sums = _sums(optimizer, resting, structure, rule, settings, scratch)
+                    sums = _sums(optimizer, resting, structure, recipe)
                 kinds = structure.matrices(resting.shape)
                 matrices = sum(count for count, _, _ in kinds)
                 sides = sum(count * min(rows, cols) for count, rows, cols in kinds)
@@ -123,91 +124,94 @@ def _ranks_along(mesh: DeviceMesh, dim: int) -> list[int]:
     return dist.get_process_group_ranks(mesh.get_group(dim))
 
 
-def _sums(
-    optimizer: Muon,
-    resting: torch.Tensor,
-    structure: Structure,
-    rule: UpdateRule,
-    settings: Settings,
-    scratch: Scratch,
-) -> _Sums:
+def _sums(optimizer: Muon, resting: torch.Tensor, structure: Structure, recipe: Recipe) -> _Sums:
     param = optimizer._record(resting)
     if param is None:
         if isinstance(resting, DTensor) and not is_first_copy(resting):
             return _Sums()
-        momentum, gradient = (local_part(t) for t in (optimizer._stack_momentum(resting), resting.grad))  # type: ignore[arg-type]
+        state, gradient = local_state(optimizer, resting), local_part(resting.grad)  # type: ignore[arg-type]
         sums = _Sums(weight=_square(local_part(resting)))
+        leading = structure.stacked(gradient.shape)
+        if gradient.numel():  # one matrix, or what it is fused of, behind the other
+            gradient = gradient.flatten(0, leading - 1)
+            state = {name: tensor.flatten(0, leading - 1) for name, tensor in state.items()}
     else:
-        momentum = optimizer._momentum(param)
+        state = local_state(optimizer, resting)
         first = param.in_owner_row and (param.tp is None or param.tp.copies[0] == dist.get_rank())
         gradient = param.local_gradient() if param.in_owner_row else None  # type: ignore[assignment]
         sums = _Sums(weight=_square(param.resting_local)) if first else _Sums()
         if param.has_team and param.in_owner_row:
-            of_team = _look_at_teams_update(optimizer, param, momentum, gradient, rule, settings)
+            of_team = _look_at_teams_update(optimizer, param, state, gradient, recipe)
             of_team.weight = sums.weight
             return of_team if first else sums
         if not (first and param.keeps_state):
             return sums
-    sums.gradient, sums.momentum = _square(gradient), _square(momentum)
-    if momentum.numel():
+        gradient, state = gradient[None], {name: tensor[None] for name, tensor in state.items()}
+    sums.gradient, sums.momentum = _square(gradient), _norm_of_momentum(state)
+    if gradient.numel():
         for part in structure.parts(gradient):
             sums.idle = sums.idle + (structure.as_matrices(part) == 0).all(-1).all(-1).sum()
-        _look_at_update(sums, momentum, gradient, structure, rule, settings, scratch)
+        _look_at_update(sums, gradient, state, structure, recipe)
     return sums
 
 
 def _look_at_update(
     sums: _Sums,
-    momentum: torch.Tensor,
     gradient: torch.Tensor,
+    state: dict[str, torch.Tensor],
     structure: Structure,
-    rule: UpdateRule,
-    settings: Settings,
-    scratch: Scratch,
+    recipe: Recipe,
 ) -> None:
-    """The step's update once more: the momentum has been advanced."""
-    direction = last_direction(momentum, gradient, rule)
-    shape = tuple(direction.shape)
-    common = scale_of(structure, shape, rule.adjust_lr_fn)
-    update = orthogonalize_parts(direction[None], structure, rule.adjust_lr_fn, settings, scratch)[0]
-    sums.update = _square(update) * common**2
-    kinds = structure.matrices(shape)
+    """The step's update once more. The state has been advanced, and without a gradient it stays as it is."""
+    live = torch.zeros(1, device=gradient.device)
+    directions = recipe.buffer(len(gradient), gradient.shape[1:], gradient.device)
+    held = {name: state[name] for name in recipe.variant.elementwise}
+    recipe.direction(gradient, held, live, directions)
+    update = recipe.orthogonalize(directions, structure)
+    kinds = structure.matrices(update.shape[1:])
     for part, (_, rows, cols) in zip(structure.parts(update), kinds, strict=True):
-        ratio = shape_scale(rows, cols, rule.adjust_lr_fn) / common
         for matrix in structure.as_matrices(part):
-            matrix = matrix.float() / ratio
+            matrix = matrix.float()
             matrix = matrix.T if rows > cols else matrix
             gram = matrix @ matrix.T
             if matrix.any():  # an idle expert has no update
                 gram.diagonal().sub_(1)
             sums.residual = sums.residual + _square(gram)
+    recipe.finish(update, structure, state, live)
+    sums.update = _square(update) * scale_of(structure, update.shape[1:], recipe.rule.adjust_lr_fn) ** 2
+    recipe.scratch.give_back(directions, *(() if update is directions else (update,)))
 
 
 def _look_at_teams_update(
     optimizer: Muon,
     param: DedicatedParam,
-    momentum: torch.Tensor,
+    state: dict[str, torch.Tensor],
     gradient: torch.Tensor,
-    rule: UpdateRule,
-    settings: Settings,
+    recipe: Recipe,
 ) -> _Sums:
     """Likewise, on all ranks of a team, of this one's parts."""
     communication, tp = optimizer._runtime.communication, param.tp
     assert communication is not None
     assert tp is not None
-    sums = _Sums(_square(gradient), _square(momentum))
+    sums = _Sums(_square(gradient), _norm_of_momentum(state))
 
     def look() -> None:
-        peers, team, shape = communication.team(param.param_name, tp.ranks), Team(settings), param.full_shape
-        direction = last_direction(momentum, gradient, rule)
-        update = team.orthogonalize([direction], [shape], peers)[0]
-        sums.update = _square(update) * scale_of(param.structure, shape, rule.adjust_lr_fn) ** 2
-        sums.residual = team.residual(update, shape, peers)
+        peers, team = communication.team(param.param_name, tp.ranks), Team(recipe.settings)
+        direction = torch.empty(gradient.shape, dtype=recipe.dtype, device=gradient.device)
+        recipe.direction(gradient, state, torch.zeros(1, device=gradient.device), direction)
+        update = team.orthogonalize([direction], [param.full_shape], peers)[0]
+        scale = scale_of(param.structure, param.full_shape, recipe.rule.adjust_lr_fn)
+        sums.update = _square(update) * scale**2
+        sums.residual = team.residual(update, param.full_shape, peers)
         has_any = peers.all_gather((gradient != 0).any().float().view(1)).any()
         sums.idle = (~has_any).double() if peers.position == 0 else 0.0
 
     communication.weights.put("metrics", param.param_name, look).wait()
     return sums
+
+
+def _norm_of_momentum(state: Mapping[str, torch.Tensor]) -> torch.Tensor | float:
+    return _square(state[MOMENTUM]) if MOMENTUM in state else 0.0
 
 
 def _square(tensor: torch.Tensor) -> torch.Tensor:

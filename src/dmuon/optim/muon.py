@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any, overload
 
 import torch
@@ -16,14 +14,10 @@ from torch.optim import AdamW, Optimizer
 
 from ..checkpoint.hooks import first_state, install_optimizer_hooks, whole_state
 from ..engine import fsdp
-from ..engine.buffer import Update
-from ..engine.parameter import DedicatedParam, local_part
-from ..engine.queue import Ticket
+from ..engine.parameter import DedicatedParam
 from ..engine.runtime import find_runtime
 from ..inspect import summary
-from ..scratch import Scratch
 from ..selection import clean_name
-from ..structure import Structure
 from .cautions import warn_of_long_rows, warn_of_rounding
 from .groups import (
     check_adamw,
@@ -36,27 +30,16 @@ from .groups import (
 )
 from .metrics import measure
 from .newton_schulz import Coefficients, Settings, resolve_coefficients
-from .parts import orthogonalize_parts, params_at_once, scale_of, update_stack
+from .owners import owners_update
 from .products import Backend, backend_name, check_available, check_backend
-from .team import Team, TeamPolicy, check_policy, teams_of
-from .update import AdjustLR, UpdateRule, apply_update, check_rule, momentum_step
+from .state import local_state
+from .team import TeamPolicy, check_policy, teams_of
+from .update import AdjustLR
+from .variants import Variant, check_variant
 
 logger = logging.getLogger(__name__)
 
 _FOREACH_SIZE = 32  # DTensors in one foreach operation
-
-# Of parameters that go into one batch: the shape, what they hold, and the ranks that hold copies.
-_Kind = tuple[torch.Size, Structure, tuple[int, ...] | None]
-
-
-@dataclass(frozen=True)
-class _Matrix:
-    """A parameter that this rank orthogonalizes, and what is done to it; momentum, gradient: whole."""
-
-    param: DedicatedParam
-    momentum: torch.Tensor
-    gradient: torch.Tensor
-    update: Update
 
 
 class Muon(Optimizer):
@@ -121,6 +104,8 @@ class Muon(Optimizer):
         adamw_fused: use torch's fused AdamW kernel instead of the foreach one; by default on CUDA
             and CPU.
         betas: another name of `adamw_betas`, which frameworks use.
+        variant: a relative of Muon, such as `NorMuon()`, or one of your own (see `Variant`); None for Muon
+            itself. It belongs to the program, like `momentum_dtype`: only its state is in the state_dict.
         ns_backend: how Newton-Schulz computes products with a symmetric result: "full", "panels", "quack",
             "triton", or "auto" for the fastest on the device; see `dmuon.optim.products`.
 
@@ -160,6 +145,7 @@ class Muon(Optimizer):
         adamw_fused: bool | None = None,
         ns_backend: Backend = "auto",
         betas: tuple[float, float] | None = None,
+        variant: Variant | None = None,
     ) -> None:
         model, given, self._has_names = find_model(model)
         if given is not None and param_groups is not None:
@@ -178,6 +164,7 @@ class Muon(Optimizer):
         self._members: list[Any] | None = None  # of the groups, when they were checked; None: never
         self.replicate_async = replicate_async
         self.momentum_dtype = check_dtype("momentum_dtype", momentum_dtype)
+        self.variant = Variant() if variant is None else check_variant(variant)
         self.ns_backend = check_backend(ns_backend)  # of this machine: not in the state_dict
         self._muon_defaults = {
             "lr": lr,
@@ -206,6 +193,11 @@ class Muon(Optimizer):
         check_muon({**self._muon_defaults})
         check_adamw(self._adamw_defaults)
         team_policy = check_policy(tp_distributed_gram_policy) if tp_distributed_gram else "never"
+        if tp_distributed_gram and self.variant.finishes:
+            raise ValueError(
+                f"tp_distributed_gram: {self.variant.name} works on whole matrices after "
+                "Newton-Schulz, and no rank of a team has one. Leave it out."
+            )
         check_averaged(model, self._runtime)
         super().__init__(self._complete_groups(param_groups or ()) if given is None else given, {})
         self._complete = True
@@ -324,7 +316,7 @@ class Muon(Optimizer):
         self.check_members()
         self._runtime.prepare_step()
         self._verify_parameters()
-        self._runtime.publish(self._owners_update())
+        self._runtime.publish(owners_update(self))
         self._step_adamw()
         if not self.replicate_async:
             self._runtime.synchronize()
@@ -384,42 +376,6 @@ class Muon(Optimizer):
         self._runtime.synchronize()
         return measure(self, groups)
 
-    def _owners_update(self) -> dict[DedicatedParam, Update]:
-        """Phase 1. Returns what is to be published; the same parameters on all ranks."""
-        updates: dict[DedicatedParam, Update] = {}
-        scratch = Scratch(reuse=True)  # for this step: buffers serve one batch of matrices after the other
-        shared: list[Ticket[None]] = []  # stacks whose replicas share the work
-        for group in self.param_groups:
-            if group["algorithm"] != "muon":
-                continue
-            rule, settings = check_rule(group), self._settings(group)
-            dtype = self._compute_dtype(settings)
-            mine: dict[_Kind, list[_Matrix]] = {}  # to be orthogonalized by this rank
-            for param in self._to_update(group):
-                param.check_gradient()
-                scale = scale_of(param.structure, param.full_shape, rule.adjust_lr_fn)
-                update = Update(partial(apply_update, rule=rule, scale=scale), dtype)
-                self._advance(param, update, rule, settings, mine)
-                param.mark_updated()
-                if param.is_published:
-                    updates[param] = update
-            for (shape, structure, _), matrices in mine.items():
-                count = params_at_once(structure, shape, settings, matrices[0].momentum)
-                for first in range(0, len(matrices), count):
-                    batch = matrices[first : first + count]
-                    self._orthogonalize(batch, rule, settings, scratch)
-            for stack in group["params"]:
-                if id(stack) in self._stacks and stack.grad is not None:
-                    shared += self._update_stack(stack, rule, settings, scratch)
-        for ticket in shared:  # whoever reads these weights knows nothing of us
-            ticket.wait()
-        return updates
-
-    def _to_update(self, group: Mapping[str, Any]) -> list[DedicatedParam]:
-        """The dedicated parameters of a group that have a gradient; the same on all ranks."""
-        records = (self._record(resting) for resting in group["params"] if resting.grad is not None)
-        return [param for param in records if param is not None]
-
     def _settings(self, group: Mapping[str, Any]) -> Settings:
         """How the matrices of a group are orthogonalized."""
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
@@ -429,99 +385,9 @@ class Muon(Optimizer):
         """Of Newton-Schulz with these settings."""
         return settings.compute_dtype(self.momentum_dtype, self._runtime.layout.device)
 
-    def _advance(
-        self,
-        param: DedicatedParam,
-        update: Update,
-        rule: UpdateRule,
-        settings: Settings,
-        mine: dict[_Kind, list[_Matrix]],
-    ) -> None:
-        """A matrix that is whole here is put down in `mine`; of one that has a team, this rank's part is made
-        ready for the publish."""
-        momentum = self._momentum(param)
-        if not param.in_owner_row:
-            return
-        update.live = param.gradient_count
-        gradient = param.local_gradient()
-        if param.has_team:
-            update.part = momentum_step(momentum, gradient, rule, live=update.live)
-            update.team = Team(settings)
-        elif param.keeps_state:
-            # What other ranks orthogonalize too, because tensor parallelism does not cut it, goes only with
-            # others of the kind: rounding depends on the batch, and all copies have to come out alike.
-            copies = param.tp.copies if param.tp is not None else None
-            kind = (param.full_shape, param.structure, copies)
-            mine.setdefault(kind, []).append(_Matrix(param, momentum, gradient, update))
-
-    def _orthogonalize(
-        self,
-        matrices: Sequence[_Matrix],
-        rule: UpdateRule,
-        settings: Settings,
-        scratch: Scratch,
-    ) -> None:
-        """Momentum and Newton-Schulz of parameters of one kind, in one batch; what has to travel is put into
-        their updates, the other weights are updated."""
-        first = matrices[0].momentum
-        batch = scratch.take(len(matrices) * first.numel(), first.dtype, first.device)
-        batch = batch.view(len(matrices), *first.shape)
-        for matrix, slot in zip(matrices, batch, strict=True):
-            momentum_step(matrix.momentum, matrix.gradient, rule, live=matrix.update.live, out=slot)
-        structure = matrices[0].param.structure
-        result = orthogonalize_parts(batch, structure, rule.adjust_lr_fn, settings, scratch)
-        for matrix, orthogonal in zip(matrices, result, strict=True):
-            param, update = matrix.param, matrix.update
-            if update.live is not None:
-                orthogonal.mul_(update.live > 0)
-            if param.is_published:  # a copy: the buffer serves the next batch, and each goes when it is sent
-                update.orthogonal = orthogonal.to(update.dtype, copy=True)
-            else:
-                update.apply(param.resting_local, orthogonal, update.live)
-        scratch.give_back(batch, *(() if result is batch else (result,)))
-
-    def _momentum(self, param: DedicatedParam) -> torch.Tensor:
-        """This rank's part of the momentum: `state_shape` where it is kept, no rows elsewhere."""
-        self.check_team(param)
-        state = self.state[param.resting]
-        if "momentum_buffer" not in state:
-            zeros = None
-            if param.keeps_state:
-                zeros = torch.zeros(param.state_shape, dtype=self.momentum_dtype, device=param.layout.device)
-            state["momentum_buffer"] = param.wrap_owned(zeros, self.momentum_dtype)
-        momentum = state["momentum_buffer"]
-        return momentum._local_tensor
-
     def check_team(self, param: DedicatedParam) -> None:
         """Refuse a momentum that lies otherwise than it should now; see `DedicatedParam.check_team`."""
         param.check_team(param in self._teams)
-
-    def _update_stack(
-        self, stack: torch.Tensor, rule: UpdateRule, settings: Settings, scratch: Scratch
-    ) -> list[Ticket[None]]:
-        """The matrices of a stack that lie here; under HSDP, this replica's part of them."""
-        assert stack.grad is not None
-        layout = self._runtime.layout
-        has_replicas = isinstance(stack, DTensor) and stack.device_mesh == layout.mesh
-        to_share = update_stack(
-            local_part(stack),
-            local_part(self._stack_momentum(stack)),
-            local_part(stack.grad),
-            self._stacks[id(stack)],
-            rule,
-            settings,
-            scratch,
-            replicas=layout.replicate_size if has_replicas else 1,
-            replica=layout.here.replicate,
-        )
-        return [self._runtime.share(self._names[id(stack)], *to_share)] if to_share is not None else []
-
-    def _stack_momentum(self, param: torch.Tensor) -> torch.Tensor:
-        """Of a stack: it lies as the parameter does."""
-        state = self.state[param]
-        if "momentum_buffer" not in state:
-            state["momentum_buffer"] = torch.zeros_like(param, dtype=self.momentum_dtype)
-        return state["momentum_buffer"]
 
     def _step_adamw(self) -> None:
         """Phase 3: torch's AdamW on our groups and our state, which a load may have replaced."""
@@ -544,10 +410,10 @@ class Muon(Optimizer):
             for param in group["params"]:
                 if not param.requires_grad or self.state.get(param):
                     continue
-                if (record := self._record(param)) is not None:
-                    self._momentum(record)
+                if group["algorithm"] == "muon":
+                    local_state(self, param)
                     continue
-                self.state[param] = first_state(self, param, None, group["algorithm"])
+                self.state[param] = first_state(self, param, "adamw")
                 if "step" in self.state[param] and self._adamw_kernel.get("fused"):
                     self.state[param]["step"] = self.state[param]["step"].to(param.device)
 

@@ -8,15 +8,17 @@ neural networks" (2024), with decoupled weight decay as in arXiv:2502.16982:
     W <- (1 - lr wd) W - lr s(rows, cols) NewtonSchulz(U)
 
 Newton-Schulz does not see the scale of U, so that the average written here and the sum `B <- mu B + G` of the
-original give the same weights; what is kept in a checkpoint is the average, as torch keeps it.
+original give the same weights; what is kept in a checkpoint is the average, as torch keeps it. The first two
+lines are `Variant.direction` in `variants.py`, the last is here.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -71,53 +73,14 @@ def check_adjust_lr_fn(value: object) -> AdjustLR:
     return value  # type: ignore[return-value]
 
 
-def momentum_step(
-    momentum_buffer: Tensor,
-    gradient: Tensor,
-    rule: UpdateRule,
-    *,
-    live: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    """Advance the momentum in place and return the matrix to orthogonalize, in the momentum's dtype.
-
-    momentum_buffer, gradient, out, result: [rows, cols]. With `out`, that is the result; without, it may be
-    the momentum itself. live: one element, on the device; where it is 0, there is no gradient, and the
-    momentum stays as it is, bit by bit; None: there is one. So nobody has to ask the device.
-    """
-    gradient = _descending(gradient, momentum_buffer, rule)
-    if live is None:
-        momentum_buffer.lerp_(gradient, 1 - rule.momentum)
-    else:
-        step = live.new_full((), 1 - rule.momentum, dtype=momentum_buffer.dtype)
-        momentum_buffer.lerp_(gradient, torch.where(live > 0, step, torch.zeros_like(step)))
-    return _direction(momentum_buffer, gradient, rule, out)
-
-
-def last_direction(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule) -> Tensor:
-    """What the last `momentum_step` returned for this gradient, once more; a new tensor."""
-    gradient = _descending(gradient, momentum_buffer, rule)
-    return _direction(momentum_buffer, gradient, rule, torch.empty_like(momentum_buffer))
-
-
-def _descending(gradient: Tensor, momentum_buffer: Tensor, rule: UpdateRule) -> Tensor:
-    gradient = gradient.to(momentum_buffer.dtype)
-    return gradient.neg() if rule.maximize else gradient
-
-
-def _direction(momentum_buffer: Tensor, gradient: Tensor, rule: UpdateRule, out: Tensor | None) -> Tensor:
-    if rule.nesterov:
-        return torch.lerp(gradient, momentum_buffer, rule.momentum, out=out)
-    return momentum_buffer if out is None else out.copy_(momentum_buffer)
-
-
 def apply_update(
     weight: Tensor, orthogonal: Tensor, live: Tensor | None, rule: UpdateRule, scale: float
 ) -> None:
     """Decay the weight and subtract the scaled orthogonal update, in place.
 
     weight, orthogonal: a parameter, or corresponding pieces; the arithmetic is done in the weight's dtype.
-    live: as for `momentum_step`; where it is 0, so is `orthogonal`, and the weight stays as it is.
+    live: None, or one element on the device; where it is 0, no rank had a gradient, `orthogonal` is 0, and
+    the weight stays as it is. So nobody has to ask the device.
     scale: `shape_scale` of the whole matrix, whatever the piece.
 
     The result does not depend, not even in the last bit, on whether `live` is given.
@@ -138,7 +101,7 @@ def apply_update(
     weight.add_(orthogonal.to(weight.dtype), alpha=-rule.lr * scale)
 
 
-def check_rule(settings: dict) -> UpdateRule:
+def check_rule(settings: Mapping[str, Any]) -> UpdateRule:
     """The rule that a parameter group's settings ask for.
 
     Raises:
