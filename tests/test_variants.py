@@ -156,21 +156,24 @@ def test_each_matrix_of_a_parameter_has_rows_of_its_own(structure, kind):
 
 
 def rows_on_the_owner() -> None:
-    """A state per row is kept by the owner alone, stays where there is no gradient, and starts with zeros."""
+    """A state per row is kept by the owner alone, and stays as it is where no rank has a gradient."""
     torch.manual_seed(0)
     model = layouts.Model()
     optimizer = layouts.build(model, {"dp": 2, "tp": 2}, variant=dmuon.NorMuon())
     layouts.loss_of(model, 0).backward()
-    for name, param in model.named_parameters():
-        if name == "layers.0.up_proj.weight":
-            param.grad._dmuon_count = torch.zeros(1)  # as if no rank had had one
-            local_part(param.grad).zero_()
     optimizer.step()
+    idle = model.get_parameter("layers.0.up_proj.weight")
+    kept = {name: local_part(value).clone() for name, value in optimizer.state[idle].items()}
+    idle.grad._dmuon_count = torch.zeros(1)  # as if no rank had had one
+    local_part(idle.grad).zero_()
+    optimizer.step()
+    for name, value in optimizer.state[idle].items():
+        assert torch.equal(local_part(value), kept[name]), name
     for record in dmuon.get_dedicated_params(model):
         rows = optimizer.state[record.resting][ROWS]
         assert rows.shape == ((record.full_shape[0],) if record.is_owner else (0,)), record
         assert rows.dtype == torch.float32
-        assert bool(rows.any()) == (record.is_owner and record.param_name != "layers.0.up_proj.weight")
+        assert bool(rows.any()) == record.is_owner
     state = dmuon.get_optimizer_state_dict(model, optimizer)["state"]["layers.1.up_proj.weight"]
     assert state[ROWS].shape == (13,)
     with pytest.raises(ValueError, match=r"torch.optim.Muon keeps no \['second_momentum_buffer'\]"):
@@ -219,3 +222,46 @@ def test_what_is_no_variant_is_refused(ranks):
         dmuon.NorMuon(beta2=1.0)
     with pytest.raises(ValueError, match="eps must be finite and > 0"):
         dmuon.NorMuon(eps=0.0)
+
+
+def warm_up(step: int) -> float:
+    return 0.5 + 0.1 * min(step, 3)
+
+
+def changing_coefficients(step: int) -> tuple[float, float, float]:
+    return (3.4445, -4.7750, 2.0315) if step < 2 else (2.0, -1.5, 0.5)
+
+
+def functions_of_the_step() -> None:
+    torch.manual_seed(0)
+    model = Mixture()
+    oracle = separate(model)
+    reference = ReferenceMuon(oracle, is_muons, **SETTINGS)
+    by_step = {"momentum": warm_up, "ns_coefficients": changing_coefficients}
+    optimizer = distribute(model, {"dp": 2}, **by_step)
+    assert optimizer.param_groups[0]["momentum"] == optimizer.defaults["momentum"] == 0.5
+    for step in range(5):
+        if step == 3:  # goes on where a state_dict stopped
+            kept = copy.deepcopy(optimizer.state_dict())
+            assert not any(callable(value) for group in kept["param_groups"] for value in group.values())
+            optimizer = dmuon.Muon(model, **SETTINGS, **by_step)
+            optimizer.load_state_dict(kept)
+        loss_of(model, 100 * step + dist.get_rank()).backward()
+        for r in range(2):
+            (loss_of(oracle, 100 * step + r) / 2).backward()
+        reference.momentum, reference.coefficients = warm_up(step), changing_coefficients(step)
+        optimizer.step()
+        assert optimizer.param_groups[0]["momentum"] == warm_up(step)
+        reference.step()
+        optimizer.zero_grad()
+        reference.zero_grad()
+        assert_equal(model, oracle)
+    group = {"params": [model.blocks[0].out.weight], "weight_decay": warm_up}
+    with pytest.raises(ValueError, match="weight_decay cannot be a function of the step; only"):
+        dmuon.Muon(model, param_groups=[group])
+    with pytest.raises(ValueError, match="momentum must be in"):
+        dmuon.Muon(model, momentum=lambda step: 1.0 + step)
+
+
+def test_settings_may_be_functions_of_the_step(ranks):
+    ranks(2, functions_of_the_step)

@@ -43,7 +43,7 @@ _REQUIRED = {
     "adamw": {"lr", "weight_decay", "betas", "eps"},
 }
 OURS = {
-    "muon": {"algorithm", "maximize", "ns_dtype", "ns_algorithm", "cautious_weight_decay"},
+    "muon": {"algorithm", "maximize", "ns_dtype", "ns_algorithm", "cautious_weight_decay", "step"},
     "adamw": {"algorithm"},
 }
 _BESIDES = {"maximize", "initial_lr", "name", "param_names"}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from ..selection import clean_name
 from .newton_schulz import resolve_coefficients
 from .update import check_rule
 
+BY_STEP = {"momentum", "ns_coefficients"}  # settings that may be functions of the step
 _COMMON = {"params", "weight_decay", "maximize"}  # settings with one meaning for both algorithms
 
 
@@ -157,7 +158,24 @@ def check_membership(groups: Sequence[Mapping[str, Any]], runtime: Runtime, *, m
         )
 
 
-def check_muon(group: dict[str, Any]) -> None:
+def functions_of(settings: Mapping[str, Any]) -> dict[str, Callable[[int], Any]]:
+    """The settings that are functions of the step.
+
+    Raises:
+        ValueError: for one that cannot be.
+    """
+    functions = {key: value for key, value in settings.items() if callable(value)}
+    if wrong := sorted(set(functions) - BY_STEP):
+        raise ValueError(f"{wrong[0]} cannot be a function of the step; only {sorted(BY_STEP)} can")
+    return functions
+
+
+def at_step(settings: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """The settings, with the values of those that are functions of the step."""
+    return {**settings, **{key: function(step) for key, function in functions_of(settings).items()}}
+
+
+def check_muon(group: Mapping[str, Any]) -> None:
     """Validate a Muon group's settings by name."""
     check_rule(group)
     resolve_coefficients(group["ns_coefficients"], group["ns_steps"])

@@ -20,6 +20,7 @@ from ..inspect import summary
 from ..selection import clean_name
 from .cautions import warn_of_long_rows, warn_of_rounding
 from .groups import (
+    at_step,
     check_adamw,
     check_averaged,
     check_dtype,
@@ -27,6 +28,7 @@ from .groups import (
     check_muon,
     find_model,
     find_parameters,
+    functions_of,
 )
 from .metrics import measure
 from .newton_schulz import Coefficients, Settings, resolve_coefficients
@@ -70,11 +72,13 @@ class Muon(Optimizer):
             `fully_shard`: the model is found by them, and no others are optimized. A group of both kinds is
             made two, if it has no settings but a `weight_decay`.
         lr: learning rate of Muon, before the scale of `adjust_lr_fn`.
-        momentum: in [0, 1).
+        momentum: in [0, 1); or a function of the step that returns it, for a warm-up. Steps count from 0, and
+            a state_dict has the count.
         weight_decay: decoupled, for dedicated matrices.
         nesterov: Nesterov momentum.
         ns_steps: number of Newton-Schulz iterations.
-        ns_coefficients: "quintic", "polar_express", "you", a triple, or a sequence of triples.
+        ns_coefficients: "quintic", "polar_express", "you", a triple, or a sequence of triples; or a function
+            of the step that returns one of these.
         ns_dtype: dtype of Newton-Schulz; by default float32 on CPU and bfloat16 on CUDA.
         adjust_lr_fn: "original" scales the update by sqrt(max(1, rows / cols)), "match_rms_adamw" by
             0.2 sqrt(max(rows, cols)), "spectral" by sqrt(rows / cols), "none" not at all; of the whole
@@ -122,11 +126,11 @@ class Muon(Optimizer):
         self,
         model: nn.Module | Iterable[Any],
         lr: float | torch.Tensor = 0.02,
-        momentum: float = 0.95,
+        momentum: float | Callable[[int], float] = 0.95,
         weight_decay: float = 0.0,
         nesterov: bool = True,
         ns_steps: int = 5,
-        ns_coefficients: Coefficients = "quintic",
+        ns_coefficients: Coefficients | Callable[[int], Coefficients] = "quintic",
         ns_dtype: torch.dtype | None = None,
         adjust_lr_fn: AdjustLR = "original",
         adamw_lr: float | torch.Tensor = 1e-3,
@@ -161,6 +165,7 @@ class Muon(Optimizer):
         self._verified = False
         self._complete = False  # the groups are those of the constructor, or more
         self._consolidated: tuple[int, dict] | None = None  # a rank, and there the state of all parameters
+        self._functions: list[dict[str, Callable[[int], Any]]] = []  # of the step, by setting, of each group
         self._members: list[Any] | None = None  # of the groups, when they were checked; None: never
         self.replicate_async = replicate_async
         self.momentum_dtype = check_dtype("momentum_dtype", momentum_dtype)
@@ -190,7 +195,7 @@ class Muon(Optimizer):
         fused = has_fused if adamw_fused is None else adamw_fused
         self._adamw_kernel = {"fused": True} if fused else {"foreach": True}
         self._adamw: AdamW | None = None
-        check_muon({**self._muon_defaults})
+        check_muon(at_step(self._muon_defaults, 0))
         check_adamw(self._adamw_defaults)
         team_policy = check_policy(tp_distributed_gram_policy) if tp_distributed_gram else "never"
         if tp_distributed_gram and self.variant.finishes:
@@ -202,7 +207,7 @@ class Muon(Optimizer):
         super().__init__(self._complete_groups(param_groups or ()) if given is None else given, {})
         self._complete = True
         # What torch's schedulers ask for (OneCycleLR, CyclicLR), no more: groups have defaults of their own.
-        self.defaults = {"momentum": momentum}
+        self.defaults = {"momentum": at_step(self._muon_defaults, 0)["momentum"]}
         # Last: all that can be refused has been, on every rank, and the model can still be mended.
         self._runtime.seal()
         settings = self._settings(self._muon_defaults)
@@ -266,6 +271,9 @@ class Muon(Optimizer):
                 f"{'Muon' if is_muon else 'AdamW'}; known are {sorted(defaults)}"
             )
         group = {**defaults, **group, "algorithm": "muon" if is_muon else "adamw"}
+        functions = functions_of(group)
+        if functions:
+            group = {**at_step(group, 0), "step": 0}
         (check_muon if is_muon else check_adamw)(group)
         if is_muon:
             dtype = self._compute_dtype(self._settings(group))
@@ -273,6 +281,7 @@ class Muon(Optimizer):
         if self._has_names:  # as torch's optimizers that were given pairs
             group["param_names"] = [self._names[id(param)] for param in group["params"]]
         super().add_param_group(group)
+        self._functions.append(functions)
         if not is_muon:  # torch fills in from `defaults`
             self.param_groups[-1].pop("momentum", None)
 
@@ -316,6 +325,7 @@ class Muon(Optimizer):
         self.check_members()
         self._runtime.prepare_step()
         self._verify_parameters()
+        self._set_for_step()
         self._runtime.publish(owners_update(self))
         self._step_adamw()
         if not self.replicate_async:
@@ -376,8 +386,16 @@ class Muon(Optimizer):
         self._runtime.synchronize()
         return measure(self, groups)
 
+    def _set_for_step(self) -> None:
+        """Settings that are functions of the step get their values for this one, which is counted."""
+        for group, functions in zip(self.param_groups, self._functions, strict=True):
+            if functions:
+                group.update({key: function(group["step"]) for key, function in functions.items()})
+                group["step"] += 1
+
     def _settings(self, group: Mapping[str, Any]) -> Settings:
         """How the matrices of a group are orthogonalized."""
+        group = at_step(group, 0)
         triples = resolve_coefficients(group["ns_coefficients"], group["ns_steps"])
         return Settings(triples, group["ns_dtype"], group["ns_algorithm"], self.ns_backend)
 

@@ -81,7 +81,8 @@ class Variant:
             orthogonal: [matrices, rows, cols] as [out, in], in the dtype of Newton-Schulz. It may be written
                 to.
             state: all `states` by name: [matrices, rows, 1], or [matrices, rows, cols].
-            rule, live: as for `direction`.
+            rule: as for `direction`.
+            live: as for `direction`.
 
         Returns:
             [matrices, rows, cols]; whoever applies it casts it.
