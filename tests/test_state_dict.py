@@ -219,18 +219,30 @@ def test_whole_states_that_lack_something(ranks):
     assert first == second
 
 
-def bare_template() -> None:
-    """A state dict of an optimizer that never stepped, as `dcp.load` wants it, counts no step."""
-    first, second = Run({"dp": 2}, 1), Run({"dp": 2}, 1)
-    state = dmuon.get_optimizer_state_dict(first.model, first.optimizer)["state"]
-    assert all(entry["step"] == 0 for entry in state.values() if "step" in entry)
-    for run in (first, second):
-        run.train(range(2))
-    assert_same(first.snapshot(), second.snapshot())
+def templates(sizes: layouts.Sizes) -> None:
+    """A state dict of an optimizer that never stepped, as `dcp.load` wants it, counts no step: torch's too,
+    which makes it by a step of zeros. A first step at rates of zero counts."""
+    for get in (dmuon.get_optimizer_state_dict, torchs.get_optimizer_state_dict):
+        first, second = Run(sizes, 1), Run(sizes, 1)
+        for run in (first, second):
+            for group in run.optimizer.param_groups:
+                group["lr"] *= 0.5  # what torch puts back
+        state = get(first.model, first.optimizer)["state"]
+        assert all(entry["step"] == 0 for entry in state.values() if "step" in entry)
+        assert any("momentum_buffer" in entry for entry in state.values())
+        for run in (first, second):
+            run.train(range(2))
+        assert_same(first.snapshot(), second.snapshot())
+    run = Run(sizes, 1)
+    for group in run.optimizer.param_groups:
+        group["lr"] = 0.0
+    run.train(range(1))
+    assert {float(entry["step"]) for entry in run.optimizer.state.values() if "step" in entry} == {1.0}
 
 
-def test_a_template_counts_no_step(ranks):
-    ranks(2, bare_template)
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"dp": 1, "tp": 2}, {"ddp": 2}], ids=str)
+def test_a_template_counts_no_step(ranks, sizes):
+    ranks(2, templates, sizes)
 
 
 def refuse_model_states() -> None:

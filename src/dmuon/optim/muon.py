@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, overload
 
@@ -13,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW, Optimizer
 
 from ..checkpoint.hooks import first_state, install_optimizer_hooks, whole_state
+from ..clip import clip_grad_norm_
 from ..engine import fsdp
 from ..engine.parameter import DedicatedParam
 from ..engine.runtime import find_runtime
@@ -323,6 +325,9 @@ class Muon(Optimizer):
                 loss = closure()
         self._consolidated = None
         self.check_members()
+        if self._asks_for_states():
+            self.start_state()
+            return loss
         self._runtime.prepare_step()
         self._verify_parameters()
         self._set_for_step()
@@ -331,6 +336,16 @@ class Muon(Optimizer):
         if not self.replicate_async:
             self._runtime.synchronize()
         return loss
+
+    def _asks_for_states(self) -> bool:
+        """Whether it is torch's `get_optimizer_state_dict` that steps, for the states: first of all, at rates
+        of 0, with zeros for gradients. A first step of a warm-up has gradients of a backward. Collective."""
+        if self.state or any(float(group["lr"]) for group in self.param_groups):
+            return False
+        gradients = [p.resting.grad for p in self._runtime.params if p.resting.requires_grad]
+        if any(gradient is None or hasattr(gradient, "_dmuon_count") for gradient in gradients):
+            return False
+        return clip_grad_norm_(self._model, math.inf).item() == 0
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget all gradients; those too that backwards without reduction (`no_sync` and the like) have left
