@@ -25,24 +25,34 @@ class Task:
     gpt: GPTConfig
     tokens: int  # of a rank (of a TP group), an iteration
     seed: int
+    experts: int = 0  # of a layer, in place of its feed-forward layer; 0: no mixture of experts
 
     @property
     def sequences(self) -> int:
         return self.tokens // self.gpt.seq_len
 
+    @property
+    def hidden(self) -> int:
+        """Feed-forward width: of an expert, half of the whole layer's."""
+        return self.gpt.hidden // 2 if self.experts else self.gpt.hidden
+
     def describe(self) -> str:
         """The sizes, in words."""
         sizes = self.gpt
+        experts = f", {self.experts} experts a layer and one to a token" if self.experts else ""
         return (
             f"GPT of width {sizes.width}, {sizes.layers} layers, {sizes.heads} heads, feed-forward width "
-            f"{sizes.hidden}, vocabulary {sizes.vocab_size}, in float32; {self.sequences} sequences of "
-            f"{sizes.seq_len} tokens per rank"
+            f"{self.hidden}{experts}, vocabulary {sizes.vocab_size}, in float32; {self.sequences} sequences "
+            f"of {sizes.seq_len} tokens per rank"
         )
 
     def model(self) -> GPT:
         """The model with its initial weights, the same at every call and on every rank."""
         torch.manual_seed(self.seed)
         model = GPT(self.gpt)
+        if self.experts:
+            for layer in model.layers:
+                layer.mlp = Experts(self.experts, self.gpt.width, self.hidden)
         model.init_weights()
         return model
 
@@ -53,6 +63,26 @@ class Task:
         stride = torch.randint(1, LARGEST_STRIDE + 1, (self.sequences, 1), generator=generator)
         tokens = (start + stride * torch.arange(self.gpt.seq_len + 1)) % self.gpt.vocab_size  # B, T + 1
         return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+class Experts(nn.Module):
+    """A mixture of experts of one token each, by the token's place in the sequence.
+
+    Nothing is routed: all peers, and all experts, have the same work in every iteration.
+    """
+
+    def __init__(self, experts: int, width: int, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Parameter(torch.randn(experts, hidden, width) / width**0.5)
+        self.up_proj = nn.Parameter(torch.randn(experts, hidden, width) / width**0.5)
+        self.down_proj = nn.Parameter(torch.randn(experts, width, hidden) / hidden**0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # B, T, D
+        experts = len(self.gate_proj)
+        tokens = x.unflatten(1, (-1, experts)).movedim(2, 0)  # E, B, T/E, D
+        flat = tokens.flatten(1, 2)
+        inner = F.silu(flat @ self.gate_proj.mT) * (flat @ self.up_proj.mT)
+        return (inner @ self.down_proj.mT).view(tokens.shape).movedim(0, 2).flatten(1, 2)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> torch.Tensor:

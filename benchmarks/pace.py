@@ -24,7 +24,8 @@ def too_slow(peer: Peer, task: Task) -> str:
     with torch.device("meta"):
         matrices, _ = matrices_and_others(task.model())
     operations = sum(
-        operation_count(*matrix.shape, steps=NS_STEPS, algorithm="direct") for matrix in matrices
+        matrix.shape[:-2].numel() * operation_count(*matrix.shape[-2:], steps=NS_STEPS, algorithm="direct")
+        for matrix in matrices
     )
     seconds = operations / dist.get_world_size() / rate(peer.dtype, torch.device("cpu"))
     if seconds <= LONGEST_STEP:

@@ -105,7 +105,7 @@ class Report:
         """What was run, where and how."""
         result = self.result
         return [
-            f"{result['task']}.",
+            *(f"{task}." for task in dict.fromkeys(mesh["task"] for mesh in self.meshes)),
             f"{result['ranks']} processes on one machine, gloo: {result['machine']}; load average "
             f"{result['load']:.1f} before the run.",
             f"{result['method']}; times are medians [quartiles] over rounds, of the slowest rank.",

@@ -17,6 +17,7 @@ import shlex
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch.multiprocessing as mp
@@ -83,6 +84,13 @@ def build_parser() -> argparse.ArgumentParser:
         "--tokens", type=positive_int, default=512, help="of an iteration, per rank (per TP group under TP)"
     )
     model.add_argument("--seq-len", type=positive_int, default=128, help="tokens per sequence")
+    model.add_argument(
+        "--experts",
+        type=int,
+        default=8,
+        metavar="N",
+        help="on the first mesh, the model runs with N experts a layer as well; 0: it does not",
+    )
     model.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
 
     method = parser.add_argument_group("method")
@@ -117,6 +125,8 @@ def refusal(args: argparse.Namespace, gpt: GPTConfig) -> str:
     world_size = math.prod(args.mesh[0].values())
     if args.tokens % args.seq_len:
         return f"--tokens {args.tokens} is not a multiple of --seq-len {args.seq_len}"
+    if args.experts and (args.experts < 0 or args.seq_len % args.experts):
+        return f"--experts {args.experts} does not divide --seq-len {args.seq_len}"
     for sizes in args.mesh:
         if "ddp" in sizes:
             return f"--mesh {mesh_text(sizes)}: all peers here build on fully_shard; use dp"
@@ -166,9 +176,12 @@ def main(argv: list[str] | None = None) -> int:
     world_size = math.prod(args.mesh[0].values())
     args.out.mkdir(parents=True, exist_ok=True)
     values = args.out / "step.json"
+    task = Task(gpt, args.tokens, args.seed)
+    contests = [(sizes, task) for sizes in args.mesh]
+    if args.experts:
+        contests.append((args.mesh[0], replace(task, experts=args.experts)))
     job = Job(
-        meshes=args.mesh,
-        task=Task(gpt, args.tokens, args.seed),
+        contests=contests,
         folders=args.peers,
         only=args.only,
         rounds=args.rounds,
@@ -193,7 +206,6 @@ def main(argv: list[str] | None = None) -> int:
         "command": shlex.join(["python", "benchmarks/step.py", *(sys.argv[1:] if argv is None else argv)]),
         "load": load,
         "baseline": args.baseline,
-        "task": job.task.describe(),
         "method": f"{args.rounds} rounds of {args.iterations} iterations and {args.steps} steps each",
     }
     values.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -33,8 +33,7 @@ PATIENCE = timedelta(seconds=120)  # of a collective; the first call of compiled
 class Job:
     """One benchmark, as every rank is told."""
 
-    meshes: list[dict[str, int]]
-    task: Task
+    contests: list[tuple[dict[str, int], Task]]
     folders: list[Path]
     only: list[str]
     rounds: int
@@ -56,7 +55,7 @@ def work(rank: int, world_size: int, store: Path, job: Job) -> None:
     )
     control = Control(2 * PATIENCE)
     console = Console(quiet=rank != 0, highlight=False)
-    meshes = [contest(sizes, job, control, console) for sizes in job.meshes]
+    meshes = [contest(sizes, task, job, control, console) for sizes, task in job.contests]
     if rank == 0:
         result = {"machine": describe(), "ranks": world_size, "meshes": meshes}
         job.result.write_text(json.dumps(result, indent=1), encoding="utf-8")
@@ -64,14 +63,17 @@ def work(rank: int, world_size: int, store: Path, job: Job) -> None:
     dist.destroy_process_group()
 
 
-def contest(sizes: dict[str, int], job: Job, control: Control, console: Console) -> dict[str, Any]:
+def contest(
+    sizes: dict[str, int], task: Task, job: Job, control: Control, console: Console
+) -> dict[str, Any]:
     """All peers on one mesh; returns a row of results for each."""
+    title = mesh_text(sizes) + (f", {task.experts} experts" if task.experts else "")
     rows, contestants, turns = [], {}, {}
     for peer in find_peers(job.folders, job.only):
         row = {"file": peer.file, "name": peer.name, "update": peer.update, "note": peer.note, "error": ""}
         rows.append(row)
-        console.print(f"{mesh_text(sizes)}: {peer.name} ...")
-        prepared, row["error"] = control.attempt(lambda peer=peer: enter(peer, sizes, job))
+        console.print(f"{title}: {peer.name} ...")
+        prepared, row["error"] = control.attempt(lambda peer=peer: enter(peer, sizes, task, job))
         if prepared is None:
             console.print(f"  not here: {row['error']}", markup=False, soft_wrap=True)
             gc.collect()
@@ -83,7 +85,7 @@ def contest(sizes: dict[str, int], job: Job, control: Control, console: Console)
 
     gc.collect()
     gc.freeze()  # the collector need not walk through all these models in somebody's turn
-    console.print(f"{mesh_text(sizes)}: {job.rounds} rounds", end="")
+    console.print(f"{title}: {job.rounds} rounds", end="")
     play(list(turns.values()), job.rounds, control, lambda number: console.print(".", end=""))
     console.print()
     gc.unfreeze()
@@ -92,17 +94,17 @@ def contest(sizes: dict[str, int], job: Job, control: Control, console: Console)
             row |= readings(row["file"], turns)
         if not row["error"]:
             row["loss"] = mean_losses(contestants[row["file"]], SETTLING + 1 + job.warmup, control)
-    return {"mesh": mesh_text(sizes), "peers": rows}
+    return {"mesh": title, "task": task.describe(), "peers": rows}
 
 
-def enter(peer: Peer, sizes: dict[str, int], job: Job) -> tuple[Contestant, dict[str, Any]]:
+def enter(peer: Peer, sizes: dict[str, int], task: Task, job: Job) -> tuple[Contestant, dict[str, Any]]:
     """Prepare a peer, on a mesh of its own."""
     mesh = own_mesh(sizes)
     if reason := peer.why_not(mesh):
         raise Unfit(reason)
-    if not job.only and (reason := too_slow(peer, job.task)):
+    if not job.only and (reason := too_slow(peer, task)):
         raise Unfit(reason)
-    return prepare(peer, job.task, mesh, job.warmup)
+    return prepare(peer, task, mesh, job.warmup)
 
 
 def turns_of(contestant: Contestant, job: Job, control: Control) -> dict[str, Turn]:

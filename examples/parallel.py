@@ -112,8 +112,8 @@ def data_parallel_place(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def is_projection(name: str, param: torch.Tensor) -> bool:
-    """The matrices for Muon: the projections in the layers, not the embedding and not the head."""
-    return "proj" in name and param.ndim == 2
+    """The matrices for Muon, or stacks of them: projections in the layers, not the embedding and the head."""
+    return "proj" in name and param.ndim >= 2
 
 
 def cut_projections(model: GPT, mesh: DeviceMesh) -> None:

@@ -281,7 +281,7 @@ def test_a_tiny_run_writes_its_tables_and_names_what_is_broken(tmp_path: Path) -
     assert "nobody wants to read" not in page
     assert "No module named 'there_is_no_such_package'" in page
 
-    (mesh,) = json.loads((out / "step.json").read_text())["meshes"]
+    mesh, mixture = json.loads((out / "step.json").read_text())["meshes"]
     rows = {row["file"]: row for row in mesh["peers"]}
     built_in = {path.stem for path in (ROOT / "benchmarks" / "peers").glob("*.py")}
     assert set(rows) == {*built_in, "broken", "missing"}
@@ -302,6 +302,13 @@ def test_a_tiny_run_writes_its_tables_and_names_what_is_broken(tmp_path: Path) -
     assert muon < losses["dmuon_muon"]["first"]
     assert "Attention" not in page
 
+    assert mixture["mesh"] == "dp=2, 8 experts"
+    rows = {row["file"]: row for row in mixture["peers"]}
+    assert "2D" in rows["fsdp2_torch_muon"]["error"]
+    assert {file for file, row in rows.items() if not row["error"]} == set(timed) - {"fsdp2_torch_muon"}
+    losses = {file: row["loss"]["last"] for file, row in rows.items() if not row["error"]}
+    assert losses["dmuon_bfloat16"] == pytest.approx(losses["dmuon_muon"], rel=1e-3)
+
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
@@ -310,6 +317,7 @@ def test_a_tiny_run_writes_its_tables_and_names_what_is_broken(tmp_path: Path) -
         (("--mesh", "ddp=2"), "use dp"),
         (("--mesh", "dp=1,tp=4"), "--heads"),
         (("--seq-len", "7"), "--seq-len 7"),
+        (("--experts", "3"), "--experts 3 does not divide"),
         (("--only", "dmuon"), "no peer 'dmuon'"),
         (("--only", "dmuon_muon"), "--baseline fsdp2_adamw"),
         (("--peers", "/nowhere"), "no such folder"),

@@ -9,8 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 import dmuon
+from dmuon.engine.runtime import find_runtime
 from dmuon.optim.newton_schulz import Settings, orthogonalize, resolve_coefficients
 from dmuon.optim.products import matrices_at_once
 from dmuon.scratch import Scratch
@@ -63,6 +65,10 @@ def newton_schulz(model: nn.Module, ns_dtype: torch.dtype = torch.float32) -> Ca
     settings = Settings(resolve_coefficients("quintic", NS_STEPS), ns_dtype)
     rank = dist.get_rank()
     counts = Counter(tuple(p.full_shape) for p in dmuon.get_dedicated_params(model) if p.owner_rank == rank)
+    for stack in find_runtime(model).stacks:
+        assert isinstance(stack.param, DTensor)
+        here = stack.param.to_local()
+        counts[tuple(here.shape[1:])] += len(here)
     batches: list[torch.Tensor] = []
     for (rows, cols), count in counts.items():
         at_once = matrices_at_once(rows, cols, ns_dtype, torch.device("cpu"))
