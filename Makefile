@@ -1,6 +1,7 @@
 # `make demo` and `make test` are all a newcomer needs: each sets up .venv by itself.
 PYTHON ?= python3
 ARGS ?=
+WORKERS ?= 3
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ demo: $(READY) ## train a small GPT with AdamW and with dmuon on four processes,
 	$(BIN)/python examples/compare.py $(ARGS)
 
 test: $(READY) ## run the tests
-	$(BIN)/python -m pytest --durations=10 $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=10 $(ARGS)
 
 soak: $(READY) ## compare thousands of random training loops with one process (--seeds FIRST:LAST)
 	$(BIN)/python tests/soak.py $(ARGS)
