@@ -89,7 +89,7 @@ def build_parser() -> argparse.ArgumentParser:
         type=int,
         default=8,
         metavar="N",
-        help="on the first mesh, the model runs with N experts a layer as well; 0: it does not",
+        help="on the first mesh without tp, the model runs with N experts a layer as well; 0: it does not",
     )
     model.add_argument("--seed", type=int, default=0, help="of the initial weights and the batches")
 
@@ -178,8 +178,8 @@ def main(argv: list[str] | None = None) -> int:
     values = args.out / "step.json"
     task = Task(gpt, args.tokens, args.seed)
     contests = [(sizes, task) for sizes in args.mesh]
-    if args.experts:
-        contests.append((args.mesh[0], replace(task, experts=args.experts)))
+    for sizes in [sizes for sizes in args.mesh if args.experts and "tp" not in sizes][:1]:
+        contests.append((sizes, replace(task, experts=args.experts)))
     job = Job(
         contests=contests,
         folders=args.peers,
