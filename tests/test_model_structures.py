@@ -1,6 +1,8 @@
 """Models of transformers: what their parameters hold is recognised, and trained matrix by matrix."""
 
 import copy
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -174,3 +176,57 @@ def names_of(model: nn.Module, params: list) -> list[str]:
 
 def test_three_steps_equal_one_process_matrix_by_matrix(ranks):
     ranks(2, train, KINDS)
+
+
+def clip_latent_attention() -> None:
+    """Each head's logits come out times its factor, on the same tokens; values stay as they are."""
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    model = make("deepseek_v3").eval()
+    model.set_attn_implementation("eager")
+    dmuon.dedicate_params(model, mesh)
+    for block in block_modules(model).values():
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model, lr=0.1)
+    tokens = torch.randint(3, 64, (2, 8), generator=torch.Generator().manual_seed(dist.get_rank()))
+    plain, seen = modeling.eager_attention_forward, []
+
+    def attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen.append(q @ k.mT * options["scaling"])
+        return plain(module, q, k, *rest, **options)
+
+    def logits() -> list[torch.Tensor]:
+        """[batch, heads, queries, keys] of each layer."""
+        seen.clear()
+        with torch.no_grad(), mock.patch.object(modeling, "eager_attention_forward", attention):
+            model(input_ids=tokens)
+        return seen[:]
+
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    sizes = {"heads": 4, "nope": 4, "rope": 4, "value": 4}
+    for index in (1, 0):  # the last first: a layer's input depends on those before it
+        at = f"model.layers.{index}.self_attn"
+        before, values = logits()[index], full_values(model, at)
+        largest = before.amax((0, 2, 3))
+        heads = dmuon.AttentionHeads.latent(
+            largest, f"{at}.q_b_proj.weight", f"{at}.kv_b_proj.weight", **sizes
+        )
+        every = dmuon.qk_clip_(model, [heads], threshold=float("inf"))[0]
+        threshold = every.median().item()
+        dmuon.qk_clip_(model, [heads], threshold=threshold)
+        gamma = (threshold / every).clamp(max=1)
+        assert 0 < (gamma < 1).sum() < 4
+        torch.testing.assert_close(logits()[index], before * gamma[:, None, None])
+        assert torch.equal(full_values(model, at), values)
+
+
+def full_values(model: nn.Module, attention: str) -> torch.Tensor:
+    whole = dmuon.full_tensor(model.get_parameter(f"{attention}.kv_b_proj.weight")).detach()
+    return whole.view(4, 8, -1)[:, 4:]
+
+
+def test_logits_of_latent_attention_are_clipped(ranks):
+    ranks(2, clip_latent_attention)

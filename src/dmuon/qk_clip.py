@@ -82,6 +82,36 @@ class AttentionHeads:
             return cls(logits, query, key, shared_query_rows=query_start + start)
         return cls(logits, query, key, query_start + start, key_start + start)
 
+    @classmethod
+    def latent(
+        cls,
+        logits: torch.Tensor,
+        query: str,
+        key: str,
+        *,
+        heads: int,
+        nope: int,
+        rope: int,
+        value: int,
+    ) -> AttentionHeads:
+        """Of multi-head latent attention, as DeepSeek-V3 and Kimi K2 have it: a head's key is one part of its
+        own, and a rotary part that all heads share, which stays as it is.
+
+        Args:
+            logits: as the attribute.
+            query: with the queries' rows, such as `q_b_proj`: of each head the `nope` ones, then the `rope`
+                ones.
+            key: with the keys' rows, such as `kv_b_proj`: of each head the `nope` ones, then its values'.
+            heads: how many there are.
+            nope: size of the part without positions (`qk_nope_head_dim`).
+            rope: size of the rotary part (`qk_rope_head_dim`).
+            value: size of a value (`v_head_dim`).
+        """
+        head = torch.arange(heads)[:, None]
+        own = (nope + rope) * head + torch.arange(nope)
+        shared = (nope + rope) * head + nope + torch.arange(rope)
+        return cls(logits, query, key, own, (nope + value) * head + torch.arange(nope), shared)
+
 
 @torch.no_grad()
 def qk_clip_(model: nn.Module, layers: Sequence[AttentionHeads], threshold: float = 100.0) -> torch.Tensor:
