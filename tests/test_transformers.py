@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
 from dmuon.integrations.transformers import muon
 from programs import (
@@ -201,6 +201,40 @@ def test_trainer(ranks, form, options):
         assert found["norms"] <= 1e-4, found
         assert found["saved"] == 0.0, found
         assert found["resumed"] <= 1e-6, found
+
+
+class AtStepTwo(TrainerCallback):
+    """Keeps the weights, which an evaluation that likes early steps will find best."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        if state.global_step == 2:
+            self.weights = whole_weights(rest["model"])
+
+
+def best_at_the_end() -> dict[str, float]:
+    """By form, the difference to the best weights."""
+    found = {}
+    with processes():
+        folder = [tempfile.mkdtemp()]
+        dist.broadcast_object_list(folder)
+        options = {"save_strategy": "best", "load_best_model_at_end": True, "metric_for_best_model": "late"}
+        for form in ("ddp", "FULL_STATE_DICT", "SHARDED_STATE_DICT"):
+            place = str(Path(folder[0]) / form)
+            trainer = trainer_of(form, place, seeded(build=llama), greater_is_better=False, **options)
+            trainer.compute_metrics = lambda _, state=trainer.state: {"late": float(state.global_step)}
+            trainer.add_callback(best := AtStepTwo())
+            trainer.train()
+            assert trainer.state.best_model_checkpoint == str(Path(place) / "checkpoint-2")
+            found[form.removesuffix("_DICT")] = difference(whole_weights(trainer.model), best.weights)
+            assert os.listdir(place) == ["checkpoint-2"]
+    return found
+
+
+def test_the_best_model_is_loaded_at_the_end(ranks):
+    first, second = ranks(2, best_at_the_end, timeout=120)
+    assert first == second
+    note("transformers", "Trainer, load_best_model_at_end, save_strategy best", first)
+    assert set(first.values()) == {0.0}
 
 
 def trained_in_bfloat16() -> float:

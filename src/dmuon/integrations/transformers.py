@@ -8,12 +8,14 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.nn as nn
 from transformers import Trainer, TrainerCallback, TrainingArguments
-from transformers.trainer_utils import SaveStrategy
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 
+from ..engine import fsdp
 from ..engine.runtime import find_runtime
 from ..optim.muon import Muon
 from ..selection import clean_name
@@ -66,6 +68,8 @@ def muon() -> Callable[..., Muon]:
         optimizer = accelerate.muon(model, **settings)
         if find_runtime(model).layout.is_ddp:
             trainer.add_callback(_ConsolidateBeforeSaving(optimizer))
+        else:
+            trainer.add_callback(_FindTheBest(model))
         return optimizer
 
     return build
@@ -114,3 +118,20 @@ class _ConsolidateBeforeSaving(TrainerCallback):
     def on_epoch_end(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """As `on_step_end`."""
         self.on_step_end(args, state, control)
+
+
+class _FindTheBest(TrainerCallback):
+    """Lets `load_best_model_at_end` work under FSDP2, which it does not by itself, with any optimizer."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """accelerate cannot load into a model that an evaluation has left gathered."""
+        fsdp.reshard(self._model)
+
+    def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
+        """Trainer looks for the best one while its shards are written: some ranks see it, others do not."""
+        if state.best_global_step:
+            best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
+            state.best_model_checkpoint = str(best)
