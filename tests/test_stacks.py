@@ -197,17 +197,17 @@ def assert_equal(model: Mixture, oracle: Mixture) -> dict[str, torch.Tensor]:
     return state
 
 
-def train(sizes: dict[str, int], steps: int = 4, **options) -> dict[str, torch.Tensor]:
+def train(sizes: dict[str, int], count: int = 5, steps: int = 4, **options) -> dict[str, torch.Tensor]:
     torch.manual_seed(0)
-    model = Mixture()
+    model = Mixture(count)
     oracle = separate(model)
     reference = ReferenceMuon(oracle, is_muons, **SETTINGS)
     optimizer = distribute(model, sizes, **options)
     world, rank = dist.get_world_size() // sizes.get("tp", 1), dist.get_rank() // sizes.get("tp", 1)
     for step in range(steps):
-        loss_of(model, 100 * step + rank).backward()
+        loss_of(model, 100 * step + rank, count).backward()
         for r in range(world):
-            (loss_of(oracle, 100 * step + r) / world).backward()
+            (loss_of(oracle, 100 * step + r, count) / world).backward()
         if step == 2 and "ep" not in sizes:  # a state of whole tensors; torch cannot cut uneven experts so
             whole = StateDictOptions(full_state_dict=True)
             kept = copy.deepcopy(dmuon.get_optimizer_state_dict(model, optimizer, options=whole))
@@ -238,6 +238,11 @@ LAYOUTS = [
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_training_equals_one_process_with_separate_matrices(ranks, sizes):
     ranks(torch.Size(sizes.values()).numel(), train, sizes)
+
+
+@pytest.mark.parametrize("sizes", [{"dp": 4}, {"efsdp": 2, "ep": 2}], ids=["dp4", "efsdp2-ep2"])
+def test_there_may_be_more_ranks_than_experts(ranks, sizes):
+    ranks(4, train, sizes, count=2, steps=2)
 
 
 def state_of(model: Mixture, optimizer: dmuon.Muon) -> dict:
@@ -369,6 +374,21 @@ def cut_inside() -> None:
 
 def test_a_stack_that_is_cut_inside_its_matrices_is_refused(ranks):
     ranks(2, cut_inside)
+
+
+def cut_by_both() -> None:
+    """Expert and tensor parallelism, on the ranks that are data-parallel for all else."""
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("efsdp", "ep", "tp"))
+    model = Mixture()
+    for block in model.blocks:
+        whole = block.experts.down.detach()
+        block.experts.down = nn.Parameter(distribute_tensor(whole, mesh["ep", "tp"], [Shard(0), Shard(1)]))
+    with pytest.raises(ValueError, match=r"blocks\.0\.experts\.down is .* cut along leading dims, not"):
+        dmuon.dedicate_params(model, mesh["efsdp", "ep"]._flatten("dp"), predicate=is_muons)
+
+
+def test_a_stack_that_expert_and_tensor_parallelism_cut_is_refused(ranks):
+    ranks(4, cut_by_both)
 
 
 def no_expert_is_chosen_by_default_unless_its_class_says_so() -> str:
