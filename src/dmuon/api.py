@@ -510,7 +510,8 @@ def _tensor_parallel(candidate: Candidate, layout: DataParallelLayout) -> Tensor
         raise ValueError(
             f"{name} is a DTensor over the mesh dims {mesh.mesh_dim_names}, whose ranks are data-parallel "
             "too. There, only stacks of matrices can be had, cut along leading dims, not "
-            f"{param.placements}. Leave tensor parallelism out of the experts, or leave them to AdamW by the predicate."
+            f"{param.placements}. Leave tensor parallelism out of the experts, or leave them to AdamW by the "
+            "predicate."
         )
     for placement in param.placements:
         if not (placement.is_shard() or placement.is_replicate()):
