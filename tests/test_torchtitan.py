@@ -1,11 +1,16 @@
-"""torchtitan's own parallelize function, containers and clipping with dmuon, against one process.
+"""torchtitan's Trainer, and its own parallelize function, containers and clipping, against one process.
 
 torchtitan takes the device's kind when it is imported, and "cuda" where there is none; its models take
 FlexAttention, whose CPU form is compiled for a minute. Here meshes are of CPUs, and attention is torch's.
+Its Trainer asks GPUs for their memory, and for a barrier in which to change timeouts: `on_cpu` answers.
 """
 
+import contextlib
 import dataclasses
+import itertools
+import os
 import tempfile
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -17,7 +22,11 @@ import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.components import metrics
+from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
+from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.config import CompileConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed import ParallelDims, parallel_dims
 from torchtitan.distributed import utils as dist_utils
@@ -25,6 +34,8 @@ from torchtitan.distributed.pipeline_parallel import pipeline_llm
 from torchtitan.models import llama3
 from torchtitan.models.common import ComplexRoPE, Embedding, Linear, RMSNorm
 from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.tools import utils
+from torchtitan.trainer import Trainer
 
 from dmuon.integrations.torchtitan import MuonContainer, dedicating, with_muon
 from programs import VOCABULARY, dedicated_names, difference, note, tokens_of, train_alone, whole_weights
@@ -281,6 +292,138 @@ def pipelined() -> dict[str, Any]:
         "trained": difference(mine, {name: expected[name] for name in mine}),
         "norms": max(abs(a - b) for a, b in zip(norms, right, strict=True)),
     }
+
+
+# The Trainer itself
+
+
+class Words(BaseTokenizer):
+    """Nothing is in words here."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        pass
+
+    def __init__(self, config: Any, **rest: Any) -> None:
+        super().__init__()
+
+    def encode(self, *args: Any, **kwargs: Any) -> list[int]:
+        raise NotImplementedError
+
+    def decode(self, *args: Any, **kwargs: Any) -> str:
+        raise NotImplementedError
+
+    def get_vocab_size(self) -> int:
+        return VOCABULARY
+
+
+class Rows(BaseDataLoader):
+    """Tokens that the step and the rank determine."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseDataLoader.Config):
+        pass
+
+    def __init__(self, config: Any, *, dp_rank: int, **rest: Any) -> None:
+        self.rank = dp_rank
+
+    def __iter__(self) -> Any:
+        for step in itertools.count():
+            tokens = tokens_of(10 * step + self.rank)
+            yield {"input": tokens[:, :-1]}, tokens[:, 1:]
+
+    def state_dict(self) -> dict:
+        return {}
+
+    def load_state_dict(self, state_dict: dict) -> None:
+        pass
+
+
+def trainer_config(folder: str) -> Trainer.Config:
+    parallelism = ParallelismConfig(spmd_backend="partial_dtensor", data_parallel_shard_degree=2)
+    return Trainer.Config(
+        model_spec=dataclasses.replace(llama3.model_registry("debugmodel"), model=configuration(parallelism)),
+        tokenizer=Words.Config(),
+        dataloader=Rows.Config(),
+        loss=CrossEntropyLoss.Config(global_vocab_size=VOCABULARY),
+        dump_folder=folder,
+        training=TrainingConfig(
+            local_batch_size=2,
+            seq_len=6,
+            steps=2,
+            max_norm=0.5,
+            mixed_precision_param="float32",
+            mixed_precision_reduce="float32",
+            disable_cuda_graphs=True,
+        ),
+        parallelism=parallelism,
+        compile=CompileConfig(enable=False),
+        activation_checkpoint=None,
+        metrics=metrics.MetricsProcessor.Config(log_freq=1),
+        optimizer=default_adamw(lr=1e-3),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2),
+    )
+
+
+@contextlib.contextmanager
+def on_cpu() -> Any:
+    monitor = mock.MagicMock()
+    monitor.get_peak_stats.return_value = SimpleNamespace(max_reserved_gib=0.0, max_reserved_pct=0.0)
+    with (
+        mock.patch.dict(os.environ, {"LOCAL_RANK": "0"}),
+        mock.patch.object(parallel_dims, "device_type", "cpu"),
+        mock.patch.object(utils, "device_type", "cpu"),
+        mock.patch.object(utils, "device_module", torch.cpu),
+        mock.patch.object(utils, "get_peak_flops", return_value=1.0),
+        mock.patch.object(metrics, "build_device_memory_monitor", return_value=monitor),
+        mock.patch.object(dist_utils, "set_pg_timeouts"),
+    ):
+        yield
+
+
+def run_trainer(config: Trainer.Config) -> tuple[nn.Module, nn.Module, list[tuple[float, float]]]:
+    """The model as it begins, in one process; as it ends; and each step's loss and norm."""
+    logged = []
+    with on_cpu():
+        trainer = Trainer(config)
+        trainer.metrics_processor.log = lambda step, mean, most, norm, **rest: logged.append((mean, norm))
+        (model,) = trainer.model_parts
+        sum_in_gloo(model)
+        start = configuration(config.parallelism).build()
+        start.load_state_dict(whole_weights(model), strict=False)
+        with mock.patch("time.sleep"):
+            trainer.train()
+        trainer.close()
+    return start, model, logged
+
+
+def trained_by_trainer() -> dict[str, float]:
+    config = trainer_config(tempfile.mkdtemp())
+    start, model, logged = run_trainer(with_muon(config, lr=0.02, adamw_lr=1e-3))
+    expected, norms = train_alone(
+        start,
+        dedicated_names(model),
+        [[tokens_of(10 * step + rank) for rank in range(2)] for step in range(2)],
+        loss=lambda model, tokens: loss_on(model, tokens) / 12,
+        max_norm=0.5,
+        after_step=warming_up,
+        lr=0.01,
+        adamw_lr=5e-4,
+    )
+    _, _, plain = run_trainer(trainer_config(tempfile.mkdtemp()))
+    return {
+        "first loss": abs(logged[0][0] - plain[0][0]),
+        "first norm": abs(logged[0][1] - plain[0][1]),
+        "trained": difference(whole_weights(model), expected),
+        "norms": max(abs(mine - norm) for (_, mine), norm in zip(logged, norms, strict=True)),
+    }
+
+
+def test_trainer(ranks):
+    results = ranks(2, trained_by_trainer, timeout=120)
+    note("torchtitan", "Trainer, partial_dtensor, FSDP2", results[0])
+    for found in results:
+        assert max(found.values()) <= 1e-5, found
 
 
 def without_dmuon() -> None:
