@@ -1,13 +1,17 @@
-"""The plan of a mesh of 1,024 ranks against one of its ranks, on torch's fake process group."""
+"""A mesh of 1,024 ranks, seen from one, on torch's fake process group: against its plan, and warnings."""
 
 import json
+import logging
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import dmuon
 import layouts
@@ -47,6 +51,14 @@ def run(sizes: dict[str, int], rank: int) -> dict:
     return {"owners": owners, "moved": moved, "kept": list(kept(model, optimizer))}
 
 
+def in_a_world_of_its_own(code: str) -> Any:
+    """What a process prints last, in JSON."""
+    tests = str(Path(__file__).parent)
+    done = subprocess.run([sys.executable, "-c", code], cwd=tests, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.mark.always("hsdp")
 @pytest.mark.parametrize("sizes", [HSDP, DDP], ids=["hsdp", "ddp"])
 def test_one_rank_of_many_does_as_planned(sizes):
@@ -54,10 +66,55 @@ def test_one_rank_of_many_does_as_planned(sizes):
     slot, tp_owner = plan.matrices[0].slot, plan.matrices[0].share.tp_owner
     rank = plan.mesh.tp * slot + tp_owner  # an owner; the small meshes have all kinds of ranks
     code = f"import json, test_large_mesh as t; print(json.dumps(t.run({sizes!r}, {rank})))"
-    tests = str(Path(__file__).parent)
-    done = subprocess.run([sys.executable, "-c", code], cwd=tests, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    seen = json.loads(done.stdout.splitlines()[-1])
+    seen = in_a_world_of_its_own(code)
     assert seen["owners"] == [[m.slot, m.share.tp_owner] for m in plan.matrices]
     assert seen["moved"] == {phase: list(numbers) for phase, numbers in plan.moves_of(rank).items()}
     assert seen["kept"] == list(plan.rest_of(rank))
+
+
+# Warnings of long rows
+
+
+def warnings_of(sizes: dict[str, int], reduce_dtype: torch.dtype) -> list[str]:
+    """What is logged when the optimizer is built."""
+    model, mesh = layouts.Model(depth=1), layouts.make_mesh(sizes)
+    layouts.dedicate(model, mesh)
+    layouts.shard(model, mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())
+    logging.getLogger("dmuon").addHandler(handler)
+    dmuon.Muon(model)
+    logging.getLogger("dmuon").removeHandler(handler)
+    return logged
+
+
+def all_warnings() -> list[list[str]]:
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=0, world_size=1024, store=FakeStore())
+    return [
+        warnings_of({"dp": 1024}, torch.bfloat16),
+        warnings_of({"dp": 1024}, torch.float32),
+        warnings_of({"replicate": 8, "shard": 128}, torch.bfloat16),
+        warnings_of({"replicate": 128, "shard": 8}, torch.bfloat16),
+        warnings_of({"replicate": 8, "shard": 128}, torch.float32),
+        warnings_of({"replicate": 16, "shard": 64}, torch.bfloat16),
+    ]
+
+
+def test_long_rows_are_warned_of():
+    code = "import json, test_large_mesh as t; print(json.dumps(t.all_warnings()))"
+    both, row, shards, replicas, exact, short = in_a_world_of_its_own(code)
+    rounds = "gradients are reduced in torch.bfloat16 over {} ranks in a chain, each of which rounds"
+    long = "a row has 1024 ranks.*Use HSDP with rows of at most 128"
+    assert len(both) == 2
+    assert re.match(rounds.format(1024), both[0])
+    assert "reduce_dtype=torch.float32" in both[0]
+    assert re.match(long, both[1])
+    assert len(row) == 1
+    assert re.match(long, row[0])
+    for warned in (shards, replicas):
+        assert len(warned) == 1
+        assert re.match(rounds.format(128), warned[0])
+    assert exact == short == []
