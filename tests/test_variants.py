@@ -199,6 +199,43 @@ def test_a_state_per_row_lies_with_the_owner(ranks):
     ranks(4, rows_on_the_owner)
 
 
+class Signed(dmuon.Variant):
+    """Works element by element alone, so that teams can have it."""
+
+    states: ClassVar = (dmuon.State("first"), dmuon.State("second", dtype=torch.float64))
+
+    def direction(self, gradient, state, rule, live, out):
+        dmuon.ema_(state["first"], gradient, rule.momentum, live)
+        dmuon.ema_(state["second"], gradient.square(), 0.9, live)
+        out.copy_(state["first"] / (state["second"].sqrt() + 0.01))
+
+
+def teams() -> None:
+    found = []
+    for team in ({}, {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}):
+        torch.manual_seed(0)
+        model = layouts.Model()
+        optimizer = layouts.build(model, {"dp": 1, "tp": 2}, variant=Signed(), **team)
+        for step in range(3):
+            if step == 2:
+                kept = copy.deepcopy(optimizer.state_dict())
+                for entry in optimizer.state.values():
+                    for value in entry.values():
+                        local_part(value).zero_()
+                optimizer.load_state_dict(kept)
+                assert optimizer.state[model.layers[0].up_proj.weight]["second"].dtype == torch.float64
+            layouts.loss_of(model, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append({name: dmuon.full_tensor(p).detach() for name, p in model.named_parameters()})
+    assert any(record.has_team for record in dmuon.get_dedicated_params(model))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
+def test_teams_have_what_works_element_by_element(ranks):
+    ranks(2, teams)
+
+
 def refused() -> None:
     model = layouts.Model()
     layouts.distribute(model, {"dp": 2, "tp": 1})

@@ -114,6 +114,8 @@ class Recipe:
 
     def _even_out(self, batch: Tensor, structure: Structure) -> None:
         """Multiply each kind of matrix by the ratio of its scale to that of the first one."""
+        if not structure.is_cut:
+            return
         kinds = structure.matrices(batch.shape[1:])
         scales = [shape_scale(rows, cols, self.rule.adjust_lr_fn) for _, rows, cols in kinds]
         for part, scale in zip(structure.parts(batch), scales, strict=True):
