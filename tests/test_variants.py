@@ -99,6 +99,7 @@ def train(sizes: dict[str, int], kind: str) -> None:
         assert_equal(model, oracle)
 
 
+@pytest.mark.always("normuon", "own-hsdp2x2", "own-dp2-tp2")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 @pytest.mark.parametrize("kind", ["normuon", "own"])
 def test_training_equals_one_process_with_separate_matrices(ranks, sizes, kind):
