@@ -12,7 +12,7 @@ import dmuon
 import layouts
 from dmuon.engine.parameter import local_part
 from dmuon.optim.newton_schulz import Settings
-from dmuon.optim.parts import Recipe
+from dmuon.optim.parts import Recipe, update_stack
 from dmuon.optim.update import check_rule
 from dmuon.scratch import Scratch
 from reference import ReferenceMuon
@@ -303,3 +303,20 @@ def functions_of_the_step() -> None:
 
 def test_settings_may_be_functions_of_the_step(ranks):
     ranks(2, functions_of_the_step)
+
+
+def test_a_stack_of_stacks_is_the_same_as_one_stack():
+    variant, rule = dmuon.NorMuon(), check_rule({**GROUP, "adjust_lr_fn": "original"})
+    recipe = Recipe(variant, rule, Settings(((3.4, -4.8, 2.0),)), torch.float32, Scratch(reuse=True))
+    weight, gradient = torch.randn(2, 2, 3, 8, 6)
+    rows = dmuon.Structure().row_shape(weight.shape)
+    state = {"momentum_buffer": torch.zeros_like(weight), ROWS: torch.zeros(rows)}
+    other = weight.flatten(0, 1).clone()
+    flat = {"momentum_buffer": torch.zeros_like(other), ROWS: torch.zeros(6, 8)}
+    for _ in range(2):
+        update_stack(weight, gradient, state, dmuon.Structure(), recipe)
+        update_stack(other, gradient.flatten(0, 1), flat, dmuon.Structure(), recipe)
+    assert rows == (2, 3, 8)
+    assert torch.equal(weight.flatten(0, 1), other)
+    assert torch.equal(state[ROWS].flatten(0, 1), flat[ROWS])
+    assert state[ROWS].all()
