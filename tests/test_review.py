@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import dmuon
@@ -16,9 +16,11 @@ from layouts import Model, build, distribute, loss_of, make_mesh
 from models import (
     InnerProducts,
     assert_weights_close,
+    backward_both,
     everything,
     full_weights,
     mean_backward,
+    step_both,
     with_oracle,
 )
 
@@ -203,24 +205,38 @@ def test_backwards_with_and_without_communication_in_turn(ranks, sizes):
 # Double backward
 
 
+def penalized(model: nn.Module, seed: int) -> torch.Tensor:
+    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), requires_grad=True)
+    y = model(x).square().mean()
+    (gradient,) = torch.autograd.grad(y, x, create_graph=True)
+    return y + gradient.square().sum()
+
+
 def gradient_penalty(sizes: dict[str, int]) -> None:
+    """Refused where FSDP2 itself would read freed memory, and where torch's tensor parallelism is wrong."""
     torch.manual_seed(1)
     model = Model()
-    build(model, sizes)
+    oracle, reference = with_oracle(model)
+    optimizer = build(model, sizes)
+    with pytest.raises(RuntimeError, match=r"create_graph.*layers\.1\.mix_proj\.weight.*freed"):
+        penalized(model, 0)
+    model.set_reshard_after_backward(False)
+    if "tp" in sizes:
+        with pytest.raises(RuntimeError, match=r"create_graph.*layers\.1\.up_proj\.weight is cut"):
+            penalized(model, 0)
+        return
+    for step in range(2):
+        backward_both(model, oracle, step, penalized)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        step_both(optimizer, reference)
+        assert_weights_close(model, oracle)
 
-    def loss(model: nn.Module, seed: int) -> torch.Tensor:
-        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(seed), requires_grad=True)
-        y = model(x).square().mean()
-        (gradient,) = torch.autograd.grad(y, x, create_graph=True)
-        return y + gradient.square().sum()
 
-    with pytest.raises(RuntimeError, match="create_graph"):  # FSDP2 itself would read freed memory
-        loss(model, layouts.data_rank(sizes)[0])
-
-
-@pytest.mark.parametrize("sizes", [FSDP])
+@pytest.mark.parametrize("sizes", [{"dp": 2}, {"ddp": 2}, {"dp": 1, "tp": 2}], ids=str)
 def test_a_gradient_penalty(ranks, sizes):
-    ranks(4, gradient_penalty, sizes)
+    ranks(2, gradient_penalty, sizes)
 
 
 # State dicts

@@ -374,6 +374,26 @@ class Runtime:
         group.wait()
         group.show_gathered()  # for what is recomputed inside the module
 
+    def _check_second_backward(self, group: Group) -> None:
+        """Refuse a backward of which there is a graph (`create_graph=True`), where that could not be right.
+
+        Raises:
+            RuntimeError: by a parameter's name, on every rank.
+        """
+        has_base = self._scheduled_by[group] is not None  # FSDP2 frees those on rows of one, too
+        if group.schedule.reshard and (group.frees_weights or has_base):
+            raise RuntimeError(
+                f"create_graph=True: a second backward would read {group.params[0].param_name}, or what is "
+                "beside it, after it has been freed. Call set_reshard_after_backward(False) on the FSDP2 "
+                "model before, and reshard() on its modules after the last backward."
+            )
+        cut = next((param for param in group.params if param.is_cut), None)
+        if cut is not None:
+            raise RuntimeError(
+                f"create_graph=True: {cut.param_name} is cut by tensor parallelism, whose second backward is "
+                "not right in torch. Penalize gradients without tensor parallelism."
+            )
+
     def _send(self, group: Group) -> None:
         """All of a group's backward has run: reduce its gradients, or keep them for a later reduction."""
         if group in self._open:
@@ -609,11 +629,8 @@ class _Use:
                 "backward (an optimizer step, a load, or an in-place operation): the gradient would be "
                 "that of neither. Run backward before changing them."
             )
-        if torch.is_grad_enabled() and group.frees_weights and group.schedule.reshard:
-            raise RuntimeError(
-                f"create_graph=True: a second backward would read the weights of {group.name} after they "
-                "have been freed. Call set_reshard_after_backward(False) on the FSDP2 model before."
-            )
+        if torch.is_grad_enabled():
+            runtime._check_second_backward(group)
         task = torch._C._current_graph_task_id()
         if self._seen != task:
             self._seen = task
