@@ -6,7 +6,6 @@ here at all, but for weights that come as DTensors over the data-parallel dims.
 
 from __future__ import annotations
 
-import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
@@ -17,9 +16,9 @@ import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .checkpoint.hooks import install_model_hooks
+from .choice import check_choice, chosen_parameters, warn_of_choice
 from .engine import fsdp
 from .engine.buffer import Precision
 from .engine.collectives import ProcessGroups
@@ -32,18 +31,8 @@ from .engine.stack import Stack, lies_whole
 from .engine.tensor_parallel import TensorParallel
 from .ownership import blocks_of, choose_owners, chunks, cost_of, matrices_of
 from .recognition import StructureSpec, structures_of
-from .selection import (
-    Candidate,
-    Predicate,
-    candidates,
-    hidden_matrices,
-    predicate_warning,
-    small_share_warning,
-    tied_parameters,
-)
+from .selection import Candidate, Predicate
 from .structure import Structure
-
-logger = logging.getLogger(__name__)
 
 BufferReuse = bool | Literal["gather", "scatter", "all"]
 _REUSE = ("gather", "scatter", "all")
@@ -245,8 +234,8 @@ def _dedicate(
             "on the whole model; one predicate can choose from all of it."
         )
     chosen = chosen_parameters(model, predicate)
-    _check(chosen, model)
-    _warn_of_choice(model, chosen, by_predicate=predicate is not None)
+    check_choice(model, chosen)
+    warn_of_choice(model, chosen, by_predicate=predicate is not None)
     structures = structures_of(chosen, structure, model)
     stacks = [] if layout.is_ddp else [c for c in chosen if _needs_no_owner(c, structures[c])]
     chosen = [candidate for candidate in chosen if candidate not in stacks]
@@ -372,55 +361,6 @@ def _boundary_chooser(hook_boundary: HookBoundary | None) -> Callable[[str, nn.M
     )
 
 
-def chosen_parameters(model: nn.Module, predicate: Predicate | None) -> list[Candidate]:
-    """The parameters to dedicate, in module order."""
-    everything = candidates(model)
-    if predicate is None:
-        hidden = hidden_matrices(model)
-        matched = [c for c in everything if id(c.param) in hidden]
-        how = "the model has no 2-D weight of a hidden layer"
-    else:
-        matched = [c for c in everything if predicate(c.name, c.param)]
-        how = "predicate matches no parameter"
-    chosen = [c for c in matched if c.param.requires_grad]
-    if not chosen:
-        if matched:
-            names = ", ".join(c.name for c in matched[:4])
-            how = f"every parameter chosen is frozen ({names}{', ...' if len(matched) > 4 else ''})"
-        there = [c.name for c in everything if c.param.ndim == 2][:4]
-        raise ValueError(
-            f"nothing to dedicate: {how}. Pass predicate=lambda name, param: ... that chooses matrices; the "
-            f"model has, for instance, {', '.join(there) or 'no matrix at all'}."
-        )
-    return chosen
-
-
-def _check(chosen: list[Candidate], model: nn.Module) -> None:
-    """Refuse what cannot be dedicated, by name."""
-    managed, tied = fsdp.managed_parameters(model), tied_parameters(model)
-    for name, param in ((candidate.name, candidate.param) for candidate in chosen):
-        if id(param) in managed:
-            raise ValueError(
-                f"{name} has already been taken by fully_shard. The order is: dmuon.dedicate_params, then "
-                "fully_shard, then dmuon.Muon."
-            )
-        if id(param) in tied:
-            raise ValueError(f"{name} is tied to another parameter; leave it to AdamW (choose by predicate)")
-        if param.ndim < 2:
-            shape = tuple(param.shape)
-            raise ValueError(f"{name} has shape {shape}; only matrices, and stacks of them, can be dedicated")
-        if is_traceable_wrapper_subclass(
-            mine := param._local_tensor if isinstance(param, DTensor) else param
-        ):
-            raise ValueError(
-                f"{name} is a {type(mine).__name__}, a tensor class of its own (such as torchao's quantized "
-                "weights), which would be lost when it is dedicated. Leave it out by predicate, or convert "
-                "no matrix that Muon is to train."
-            )
-        if not param.is_floating_point():
-            raise ValueError(f"{name} has dtype {param.dtype}; only floating-point matrices can be dedicated")
-
-
 def _needs_no_owner(candidate: Candidate, structure: Structure) -> bool:
     """Whether its matrices stay whole where FSDP2 puts them: a stack, unless something cuts inside."""
     param = candidate.param
@@ -449,16 +389,6 @@ def _loads_of(stacks: Sequence[tuple[nn.Parameter, Structure]], layout: DataPara
             where = layout.owner_of_slot(slot)
             loads[slot] += shares[where.shard][where.replicate] * cost
     return loads
-
-
-def _warn_of_choice(model: nn.Module, chosen: list[Candidate], *, by_predicate: bool) -> None:
-    """Log where Muon gets little, and where a predicate takes embeddings or heads."""
-    for text in (
-        small_share_warning(model, chosen),
-        predicate_warning(model, chosen) if by_predicate else None,
-    ):
-        if text is not None:
-            logger.warning("%s", text)
 
 
 def _tensor_parallel_cuts(chosen: list[Candidate], layout: DataParallelLayout) -> list[TensorParallel | None]:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn as nn
 
-from ..api import chosen_parameters
+from ..choice import chosen_parameters
 from ..ownership import blocks_of
 from ..selection import Predicate, candidates
 
