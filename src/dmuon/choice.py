@@ -1,4 +1,4 @@
-"""The parameters that `dedicate_params` takes: the user's choice or the default one, and what is said of it."""
+"""The parameters that `dedicate_params` takes: the user's choice or the default, and what is said of it."""
 
 from __future__ import annotations
 
