@@ -136,7 +136,8 @@ def full_state_dicts(shape: tuple[int, ...]) -> None:
     other_optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     train(model, optimizer, range(2, 4))
     train(other, other_optimizer, range(2, 4))
-    assert all(torch.equal(w, full_weights(model)[name]) for name, w in full_weights(other).items())
+    expected = full_weights(model)
+    assert all(torch.equal(w, expected[name]) for name, w in full_weights(other).items())
 
 
 @pytest.mark.always("(2, 2)")

@@ -58,8 +58,9 @@ def save_on_one_rank(sizes: Sizes, torchs: bool, path: Path) -> None:
     assert other.optimizer.param_groups[0]["lr"] == 0.04
     for each in (run, other):
         each.train(range(2, 4))
+    loaded_weights = full_weights(other.model)
     for name, weight in full_weights(run.model).items():
-        assert torch.equal(weight, full_weights(other.model)[name]), name
+        assert torch.equal(weight, loaded_weights[name]), name
     run.optimizer.state_dict()  # on all ranks, again
 
 
