@@ -248,21 +248,21 @@ def test_our_kernel_gives_the_whole_product():
 def batches_of_a_step() -> tuple[list[int], list[int], bool]:
     """How many matrices each batch had, and how many there were of each shape; and whether one at a time
     gives the same."""
-    from dmuon.optim import muon, parts
+    from dmuon.optim import parts
 
     weights, sizes = [], []
-    original, at_once = parts.orthogonalize, muon.params_at_once
+    original, at_once = parts.orthogonalize, parts.Recipe.at_once
     for limit in (None, 1):
         torch.manual_seed(0)
         model = Transformer()
         optimizer = build(model, make_mesh((1,)), predicate=is_proj)
         parts.orthogonalize = lambda batch, *args: sizes.append(len(batch)) or original(batch, *args)
-        muon.params_at_once = at_once if limit is None else lambda *args: 1
+        parts.Recipe.at_once = at_once if limit is None else lambda *args: 1
         for step in range(2):
             loss_of(model, step).backward()
             optimizer.step()
             optimizer.zero_grad()
-        parts.orthogonalize, muon.params_at_once = original, at_once
+        parts.orthogonalize, parts.Recipe.at_once = original, at_once
         weights.append([param.detach().clone() for param in model.parameters()])
     shapes: dict = {}
     for record in find_runtime(model).params:

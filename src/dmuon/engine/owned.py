@@ -102,7 +102,8 @@ class OwnedTensor(DTensor):
                 raise _refusal(_param_of(first), name, _ELSEWHERE if on_parts else "of its rows")
         else:
             _fit(flat, first, placements, name)
-        if in_place and hasattr(first, "_dmuon_count"):
+        adds = in_place and any(isinstance(v, DTensor) and v.numel() > 1 for v in flat if v is not first)
+        if adds and hasattr(first, "_dmuon_count"):  # but for those that are scaled, or set to nothing
             first._dmuon_count = None  # a gradient to which something is added is one, whoever had one before
         args, kwargs = tree_unflatten(flat, spec)
         if func is torch.ops.aten.mean.default:  # torch's is the mean of the local means
