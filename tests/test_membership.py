@@ -48,6 +48,7 @@ def after_an_exchange(sizes: Sizes, only_on: int | None) -> list[str]:
     messages = [raised(RuntimeError, action, model, optimizer) for action in actions.values()]
     for group, params in zip(optimizer.param_groups, named, strict=True):
         group["params"] = params
+    optimizer.zero_grad()  # torch's state dicts have left zeros, where they did not get to their end
     optimizer.step()  # as it was
     return messages
 

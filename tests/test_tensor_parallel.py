@@ -314,7 +314,7 @@ def refusals() -> list[str]:
     mesh = make_mesh({"dp": 2, "tp": 2})
     model = Model()
     parallelize(model, mesh)
-    refused(model, mesh["dp", "tp"], "mesh has the dims")  # the data-parallel mesh contains the tensor-parallel dim
+    refused(model, mesh["dp", "tp"], "mesh has the dims")  # the tensor-parallel one among them
     refused(model, init_device_mesh("cpu", (4,), mesh_dim_names=("other",)))  # another root
     unnamed = init_device_mesh("cpu", (2, 2))
     model = Model()
