@@ -8,8 +8,16 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 import dmuon
-from layouts import LAYOUTS, Model, Sizes, build, loss_of
-from models import assert_weights_close, backward_both, is_proj, step_both, with_oracle
+from layouts import LAYOUTS, Model, Sizes, build, distribute, loss_of
+from models import (
+    InnerProducts,
+    assert_weights_close,
+    backward_both,
+    everything,
+    is_proj,
+    step_both,
+    with_oracle,
+)
 from ranks import RanksFailed
 
 pytestmark = pytest.mark.always("hsdp2x2", "dp2-tp2")
@@ -161,6 +169,28 @@ def compute(sizes: Sizes) -> None:
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_what_is_computed_from_weights_and_gradients(ranks, sizes):
     ranks(4, compute, sizes)
+
+
+def scale_gradients(sizes: Sizes) -> None:
+    """Of a matrix that no rank has used, scaled or zeroed: it is still none, until one is added."""
+    for change, is_updated in (
+        (lambda grad: grad.mul_(2.0).zero_(), False),
+        (lambda grad: grad.add_(torch.zeros_like(grad)), True),
+    ):
+        model = InnerProducts([torch.ones(3, 4), torch.ones(3, 4)])
+        distribute(model, sizes, predicate=everything, hook_boundary=lambda name, module: not name)
+        optimizer = dmuon.Muon(model, weight_decay=0.5)
+        model([torch.eye(3, 4), None]).backward()
+        used, unused = model.layers[0].weight, model.layers[1].weight
+        change(unused.grad)
+        optimizer.step()
+        optimizer.synchronize()
+        assert not torch.equal(whole(used), torch.ones(3, 4))
+        assert torch.equal(whole(unused), torch.ones(3, 4)) != is_updated
+
+
+def test_a_gradient_that_nobody_had_may_be_scaled(ranks):
+    ranks(2, scale_gradients, {"dp": 2})
 
 
 def mix(sizes: Sizes) -> None:
