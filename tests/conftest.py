@@ -68,7 +68,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """`ranks(4, fn, *args, timeout=60, **kwargs)`: the return values of `fn` on four ranks, in rank order."""
+    """`ranks(4, fn, *args, timeout=120, **kwargs)`: what `fn` returns on four ranks, in rank order."""
     pool = Ranks()
     yield pool
     pool.close()

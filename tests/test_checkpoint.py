@@ -93,6 +93,7 @@ def resume(shape: tuple[int, ...], path: str) -> tuple[dict[str, torch.Tensor], 
     return full_weights(model), dtypes
 
 
+@pytest.mark.always("(2, 2)")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 def test_resuming_is_bitwise_the_uninterrupted_run(ranks, shape, tmp_path: Path):
     saved = ranks(4, save, shape, str(tmp_path))
@@ -173,6 +174,7 @@ def never_stepped(sizes: layouts.Sizes) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize("sizes", layouts.LAYOUTS)
 def test_the_state_of_an_optimizer_that_never_stepped(ranks, sizes):
     ranks(4, never_stepped, sizes)
@@ -196,6 +198,7 @@ def bfloat16_model(shape: tuple[int, ...]) -> None:
             assert not torch.equal(momentum, momentum.bfloat16().float())
 
 
+@pytest.mark.always("(2, 2)")
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=str)
 def test_momentum_keeps_its_dtype(ranks, shape):
     ranks(4, bfloat16_model, shape)

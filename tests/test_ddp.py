@@ -119,6 +119,7 @@ def storages(sizes: dict[str, int], param_dtype: torch.dtype | None) -> dict[str
     return {"kept": sum(kept.values()), "expected": expected}
 
 
+@pytest.mark.always("ddp4-own", "ddp2-tp2-bfloat16")
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("sizes", BOTH)
 def test_no_second_copy_of_a_weight(ranks, sizes, param_dtype):
@@ -208,6 +209,7 @@ def step_before_the_first_forward(sizes: dict[str, int]) -> None:
         assert torch.equal(weight, before[name]), name
 
 
+@pytest.mark.always("ddp2-tp2")
 @pytest.mark.parametrize("sizes", BOTH)
 def test_the_state_of_an_optimizer_that_never_stepped(ranks, sizes):
     ranks(4, step_before_the_first_forward, sizes)
@@ -272,6 +274,7 @@ def on_meta(sizes: dict[str, int]) -> None:
     assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("ddp2-tp2")
 @pytest.mark.parametrize("sizes", BOTH)
 def test_meta_device_construction(ranks, sizes):
     ranks(4, on_meta, sizes)
@@ -355,6 +358,7 @@ def states(sizes: dict[str, int], param_dtype: torch.dtype | None) -> None:
         torch.testing.assert_close(loss_of(other, 1), loss_of(model, 1), atol=0, rtol=0)
 
 
+@pytest.mark.always("ddp4-own", "ddp2-tp2-bfloat16")
 @pytest.mark.parametrize("param_dtype", [None, torch.bfloat16], ids=["own", "bfloat16"])
 @pytest.mark.parametrize("sizes", BOTH)
 def test_state_dicts_are_those_of_ddp(ranks, sizes, param_dtype):

@@ -64,6 +64,7 @@ def drop_first_gradient(sizes: Sizes, reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp2x1-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_dropped_gradients_leave_no_trace(ranks, sizes, reshard):
     ranks(4, drop_first_gradient, sizes, reshard)
@@ -83,6 +84,7 @@ def accumulate(sizes: Sizes, reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("ddp4")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_gradients_of_several_backwards_add_up(ranks, sizes, reshard):
     ranks(4, accumulate, sizes, reshard)
@@ -105,6 +107,7 @@ def several_forwards_first(sizes: Sizes, reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp4")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_several_forwards_before_their_backwards(ranks, sizes, reshard):
     ranks(4, several_forwards_first, sizes, reshard)
@@ -182,11 +185,13 @@ def run_orders(sizes: Sizes, reshard: bool, orders: list[list[int]], **kwargs: A
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp2x2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_layers_used_twice_in_one_forward(ranks, sizes, reshard):
     ranks(4, run_orders, sizes, reshard, [[0, 1, 0, 2, 3, 3], [0, 0, 1, 2, 3], [3, 2, 1, 0, 1, 2, 3]])
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_layers_skipped_and_used_again(ranks, sizes, reshard):
     # What was prefetched after the last order is skipped, goes old by the step, and is used again.
@@ -194,6 +199,7 @@ def test_layers_skipped_and_used_again(ranks, sizes, reshard):
     ranks(4, run_orders, sizes, reshard, orders)
 
 
+@pytest.mark.always("dp4")
 @pytest.mark.parametrize("wrap", ["nested", "dataclass", "object", "closure"])
 @pytest.mark.parametrize(("sizes", "reshard"), FEWER)
 def test_outputs_of_any_kind(ranks, sizes, reshard, wrap):
@@ -240,6 +246,7 @@ def prefetched_then_stepped(sizes: Sizes, reshard: bool) -> None:
         torch.testing.assert_close(model(x, [1, 2]), oracle(x, [1, 2]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.always("hsdp2x2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_prefetched_weights_are_not_used_after_a_step(ranks, sizes, reshard):
     ranks(4, prefetched_then_stepped, sizes, reshard)
@@ -260,6 +267,7 @@ def two_steps_without_forward(sizes: Sizes, asynchronous: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp4-True", "ddp2-tp2-False")
 @pytest.mark.parametrize("asynchronous", [True, False])
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_steps_without_a_forward_between(ranks, sizes, asynchronous):
@@ -355,6 +363,7 @@ def use_on_some(sizes: Sizes, reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_a_parameter_used_on_some_ranks_only(ranks, sizes, reshard):
     ranks(4, use_on_some, sizes, reshard)
@@ -431,6 +440,7 @@ def change_weights(sizes: Sizes, reshard: bool) -> None:
         torch.testing.assert_close(model(x, order), oracle(x, order), atol=1e-5, rtol=0)
 
 
+@pytest.mark.always("hsdp2x1-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_weights_changed_after_an_evaluation_are_used(ranks, sizes, reshard):
     ranks(4, change_weights, sizes, reshard)
@@ -529,6 +539,7 @@ def fail_and_go_on(sizes: Sizes, reshard: bool) -> None:
         torch.testing.assert_close(model(x, [0, 1, 2, 3]), oracle(x, [0, 1, 2, 3]), atol=1e-5, rtol=0)
 
 
+@pytest.mark.always("hsdp2x2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_iterations_that_raise_leave_nothing_behind(ranks, sizes, reshard):
     ranks(4, fail_and_go_on, sizes, reshard)
@@ -574,6 +585,7 @@ def mixed_dtypes(sizes: Sizes, reshard: bool) -> None:
         assert p.dtype == q.dtype, name
 
 
+@pytest.mark.always("ddp2-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_each_parameter_keeps_its_own_dtype(ranks, sizes, reshard):
     ranks(4, mixed_dtypes, sizes, reshard)
@@ -676,6 +688,7 @@ def from_meta(sizes: Sizes) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("hsdp2x1-tp2")
 @pytest.mark.filterwarnings("ignore:DTensor random operators")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_meta_initialisation(ranks, sizes):
@@ -701,7 +714,7 @@ def clip(sizes: Sizes, max_norm: float) -> None:
     model = Transformer()
     oracle, reference = with_oracle(model)
     optimizer = build(model, sizes)
-    for step in range(3):
+    for step in range(2):
         for micro in range(2):  # clipped after each backward: the second sees the first one's result
             backward_both(model, oracle, 2 * step + micro)
             norm = nn.utils.clip_grad_norm_(model.parameters(), max_norm).full_tensor()
@@ -836,6 +849,7 @@ def forgotten_model(sizes: Sizes) -> None:
     assert layer() is None, "something keeps the model alive"
 
 
+@pytest.mark.always("ddp2-tp2")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_model_that_nobody_holds_is_freed(ranks, sizes):
     ranks(4, forgotten_model, sizes)
@@ -881,6 +895,7 @@ def detached_use(sizes: Sizes, reshard: bool) -> None:
         assert_weights_close(model, oracle)
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_weights_are_there_for_uses_without_gradient(ranks, sizes, reshard):
     ranks(4, detached_use, sizes, reshard)

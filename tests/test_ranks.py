@@ -150,7 +150,7 @@ def test_ranks_that_wait_for_one_that_failed_fail_as_well(ranks: Ranks) -> None:
     start = time.monotonic()
     with pytest.raises(RanksFailed) as caught:
         ranks(4, fails_before_collective)
-    assert time.monotonic() - start < 25  # the collective would give up after 30 s
+    assert time.monotonic() - start < 25  # the collective would give up after 60 s
     text = str(caught.value)
     assert caught.value.failed[0] == 2
     assert sorted(caught.value.failed) == [0, 1, 2, 3]

@@ -233,7 +233,7 @@ def test_resuming_anywhere(ranks, saved, name):
 def test_resuming_with_uneven_pieces(ranks, tmp_path):
     names = ["dp2-tp2", "ddp2-tp2"]
     runs = [ranks(4, save, SAVERS[name], tmp_path / name, UNEVEN)[0] for name in names]
-    for other in (*names, "dp4", "dp1"):
+    for other in (*names, "dp4"):
         sizes = LOADERS[other]
         results = ranks(world(sizes), resume, sizes, [tmp_path / name for name in names], UNEVEN)[0]
         for name, (state, losses, end), (loaded, went, finally_) in zip(names, runs, results, strict=True):
@@ -243,6 +243,7 @@ def test_resuming_with_uneven_pieces(ranks, tmp_path):
             assert went == pytest.approx(losses, abs=tolerance, rel=0)
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize("name", SAVERS)
 def test_a_bfloat16_model_resumes_unrounded(ranks, name, tmp_path):
     """Its master weights and momentum are float32; computing in bfloat16 differs between layouts."""
@@ -270,6 +271,7 @@ def save_while_training(sizes: Sizes, path: Path) -> tuple:
     return state, losses, run.snapshot()
 
 
+@pytest.mark.always("hsdp")
 @pytest.mark.parametrize("name", SAVERS)
 def test_what_is_saved_asynchronously_is_the_state_of_the_call(ranks, saved, name, tmp_path):
     state, losses, end = ranks(4, save_while_training, SAVERS[name], tmp_path)[0]
@@ -303,6 +305,7 @@ def pass_on(sizes: Sizes, broadcast: bool, flat: bool) -> None:
     assert_same(other.snapshot(), run.snapshot())
 
 
+@pytest.mark.always("dp2-tp2-True", "ddp4-False")
 @pytest.mark.parametrize("broadcast", [False, True])
 @pytest.mark.parametrize("name", SAVERS)
 def test_whole_tensors(ranks, name, broadcast):

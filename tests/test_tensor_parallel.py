@@ -56,7 +56,7 @@ DDP_MESHES = [
 
 
 def train(
-    sizes: dict[str, int], steps: int = 4, *, reshard: bool = True, clip: float | None = None, **muon: Any
+    sizes: dict[str, int], steps: int = 3, *, reshard: bool = True, clip: float | None = None, **muon: Any
 ) -> dict[str, torch.Tensor]:
     torch.manual_seed(1)
     model = Model()
@@ -102,6 +102,7 @@ def whole_momentum(model: nn.Module, optimizer: dmuon.Muon, name: str) -> torch.
     return whole / copies
 
 
+@pytest.mark.always("dp2-tp2-True", "hsdp2x1-tp2-False", "ddp2-tp2")
 @pytest.mark.parametrize(
     ("sizes", "reshard"),
     [
@@ -131,6 +132,7 @@ TP_MESHES = [
 ]
 
 
+@pytest.mark.always("hsdp2x1-tp2")
 @pytest.mark.parametrize("sizes", TP_MESHES)
 def test_training_with_clipping(ranks, sizes):
     same_if_synchronous(ranks, sizes, clip=0.01)
@@ -567,11 +569,13 @@ def save_and_resume(sizes: dict[str, int], others: dict[str, int], path: str) ->
 @pytest.mark.parametrize(
     ("sizes", "others"),
     [
-        ({"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}),
         ({"replicate": 2, "shard": 1, "tp": 2}, {"replicate": 2, "shard": 1, "tp": 2}),
         ({"dp": 2, "tp": 2}, {"dp": 1, "tp": 4}),
         ({"dp": 4, "tp": 1}, {"dp": 2, "tp": 2}),
-        ({"dp": 1, "tp": 4}, {"replicate": 2, "shard": 2, "tp": 1}),
+        pytest.param({"dp": 2, "tp": 2}, {"dp": 2, "tp": 2}, marks=pytest.mark.combination),
+        pytest.param(
+            {"dp": 1, "tp": 4}, {"replicate": 2, "shard": 2, "tp": 1}, marks=pytest.mark.combination
+        ),
     ],
     ids=str,
 )

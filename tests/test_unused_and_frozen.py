@@ -49,7 +49,7 @@ def targets_without(skipped: list[list[list[int]]], ranks: int) -> Targets:
 # Unused in a step
 
 
-@pytest.mark.always("hsdp2x2-while_used-one_group", "ddp2-tp2-a_group_each")
+@pytest.mark.always("hsdp2x2-while_used-one_group")
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_a_matrix_unused_on_every_rank_is_left_alone(ranks, sizes, reshard, one_group):
@@ -114,6 +114,7 @@ def unused_after_a_load(sizes: Sizes) -> dict[str, Any]:
     return {"momentum": resumed[B]["momentum"], "expected": 0.05 * targets[B]}
 
 
+@pytest.mark.always("ddp2-tp2")
 @pytest.mark.parametrize("sizes", LAYOUTS)
 def test_a_matrix_unused_after_a_load_keeps_what_was_loaded(ranks, sizes):
     found = agreed(ranks, sizes, unused_after_a_load)
@@ -164,6 +165,7 @@ def train_branches(sizes: Sizes, reshard: bool) -> None:
         before = after
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_layers_that_are_skipped_in_turn(ranks, sizes, reshard):
     ranks(4, train_branches, sizes, reshard)
@@ -266,6 +268,7 @@ def train_lora(sizes: Sizes, reshard: bool) -> None:
     assert all("base" not in line for line in dmuon.summary(model).splitlines())
 
 
+@pytest.mark.always("dp4-while_used")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_lora_beside_frozen_weights(ranks, sizes, reshard):
     ranks(4, train_lora, sizes, reshard)
@@ -299,6 +302,7 @@ def train_one_matrix(sizes: Sizes, reshard: bool) -> list[int]:
     return owned
 
 
+@pytest.mark.always("ddp4")
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_only_one_matrix_is_trained(ranks, sizes, reshard):
     tp = sizes.get("tp", 1)  # the ranks of the owner row
@@ -332,6 +336,7 @@ def freeze_on_the_way(sizes: Sizes, reshard: bool, one_group: bool) -> list[dict
     return found
 
 
+@pytest.mark.always("hsdp2x2-while_used-one_group", "ddp2-tp2-a_group_each")
 @pytest.mark.parametrize("one_group", [False, True], ids=["a_group_each", "one_group"])
 @pytest.mark.parametrize(("sizes", "reshard"), RESIDENCIES)
 def test_matrices_that_are_frozen_on_the_way(ranks, sizes, reshard, one_group):
