@@ -132,6 +132,6 @@ class _FindTheBest(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **rest: Any) -> None:
         """Trainer looks for the best one while its shards are written: some ranks see it, others do not."""
-        if state.best_global_step:
+        if state.best_global_step and not state.is_hyper_param_search:  # which has folders of its own
             best = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.best_global_step}"
             state.best_model_checkpoint = str(best)
