@@ -167,7 +167,7 @@ def train(sizes: dict[str, int], expected_all_reduces: int) -> None:
         assert_weights_close(model, oracle)
 
 
-@pytest.mark.always("hsdp-tp", "ddp", "fsdp")
+@pytest.mark.always("hsdp-tp", "ddp-tp")
 @pytest.mark.parametrize(("sizes", "expected_all_reduces"), MESHES)
 def test_training_equals_the_oracle_with_torchs_clipping(ranks, sizes, expected_all_reduces):
     ranks(4, train, sizes, expected_all_reduces)

@@ -294,7 +294,7 @@ def resume(saved_on: dict[str, int], loaded_on: dict[str, int], path: str, phase
     ("saved_on", "loaded_on"),
     [
         pytest.param({"dp": 2}, {"efsdp": 2, "ep": 2}, id="dp2-to-ep"),
-        pytest.param({"efsdp": 2, "ep": 2}, {"dp": 2}, id="ep-to-dp2"),
+        pytest.param({"efsdp": 2, "ep": 2}, {"dp": 2}, id="ep-to-dp2", marks=pytest.mark.combination),
         pytest.param({"dp": 2, "tp": 2}, {"ddp": 2}, id="dp2-tp2-to-ddp2"),
         pytest.param(
             {"replicate": 2, "shard": 2}, {"dp": 4}, id="hsdp-to-dp4", marks=pytest.mark.combination

@@ -28,7 +28,7 @@ def size(shape: tuple[int, ...]) -> int:
 
 
 def train(
-    shape: tuple[int, ...], reshard: bool, asynchronous: bool, steps: int = 5
+    shape: tuple[int, ...], reshard: bool, asynchronous: bool, steps: int = 3
 ) -> dict[str, torch.Tensor]:
     model = Transformer()
     oracle, reference = with_oracle(model, lr=0.05, weight_decay=0.1, adamw_lr=3e-3, adamw_weight_decay=0.01)
