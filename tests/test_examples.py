@@ -392,10 +392,12 @@ def test_plain_python_is_one_process_and_refuses_a_larger_mesh(tmp_path: Path) -
 
 
 def test_comparison_runs_and_a_run_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
-    schedule, mesh = ["--val-every=2", "--print-every=2"], "--mesh=dp=1"  # a process starts for seconds
+    schedule, mesh = ["--val-every=2", "--print-every=2"], "--mesh=dp=1,tp=2"
     compare = [sys.executable, str(EXAMPLES / "compare.py"), mesh, "--out", str(tmp_path)]
     shown = succeed([*compare, "--steps=6", "--warmup=2", "--checkpoint-every=3", *schedule, *TINY])
-    assert shown.startswith("dmuon on dp=1: Muon has 14 matrices: rank 0 owns layers.0, layers.1")
+    assert shown.startswith(
+        "dmuon on dp=1,tp=2: Muon has 14 matrices: ranks 0+1 own layers.0, layers.1 (TP owners:"
+    )
     assert "median time per step" in shown
     for picture in (tmp_path / "loss.png", tmp_path / "adamw/loss.png", tmp_path / "dmuon/loss.png"):
         assert picture.read_bytes().startswith(b"\x89PNG")
@@ -409,7 +411,7 @@ def test_comparison_runs_and_a_run_resumes_exactly(ranks: Ranks, tmp_path: Path)
     shutil.rmtree(checkpoints / "step-00000006")
     (checkpoints / "step-00000006.unfinished").mkdir()  # as if the last save had been cut short
     resume = [*schedule, mesh, "--optimizer=dmuon", "--resume"]
-    assert ranks(1, train_here, tmp_path / "dmuon", *resume) == [0]
+    assert ranks(2, train_here, tmp_path / "dmuon", *resume) == [0, 0]
     assert losses(tmp_path / "dmuon") == dmuon
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-00000003", "step-00000006"]
 

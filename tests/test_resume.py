@@ -215,6 +215,7 @@ UNEVEN = {"hidden": 13}
 BFLOAT16 = {"dtype": torch.bfloat16}
 
 
+@pytest.mark.always("dp2-tp2")
 @pytest.mark.parametrize("name", LOADERS)
 def test_resuming_anywhere(ranks, saved, name):
     """Nothing is rounded on the way; going on is bitwise the uninterrupted run on the same layout."""
