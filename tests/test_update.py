@@ -190,6 +190,9 @@ SETTINGS = [
 ]
 
 
+@pytest.mark.always(
+    "{'dp': 1}", *(f"{name}-{HSDP}" for name in ("match_rms_adamw", "cautious_decay", "maximize", "decay"))
+)
 @pytest.mark.parametrize("sizes", [ONE, HSDP], ids=str)
 @pytest.mark.parametrize(("settings", "oracle"), SETTINGS)
 def test_every_setting_against_the_oracle(ranks, settings, oracle, sizes):
