@@ -2,13 +2,14 @@
 PYTHON ?= python3
 ARGS ?=
 WORKERS ?= 3
+FRAMEWORKS ?= yes
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all soak lint docs bench clean
+.PHONY: help setup demo test test-all soak lint docs bench dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +40,9 @@ docs: $(READY) ## build the documentation into site/ (site/index.html); fails on
 bench: $(READY) ## time whole iterations and step() of several optimizers, on four processes
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
+dist: $(READY) ## build the wheel into dist/ and check it; uploads nothing
+	$(BIN)/python tools/release.py
+
 clean: ## remove .venv, caches and build results (never runs/, which holds your checkpoints)
 	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
@@ -46,5 +50,5 @@ clean: ## remove .venv, caches and build results (never runs/, which holds your 
 $(READY): pyproject.toml requirements-dev.txt requirements-frameworks.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -r requirements-dev.txt
-	$(BIN)/python -m pip install --no-deps -r requirements-frameworks.txt
+	test $(FRAMEWORKS) = no || $(BIN)/python -m pip install --no-deps -r requirements-frameworks.txt
 	@touch $@

@@ -1,5 +1,6 @@
 """Fixtures and settings that all tests share."""
 
+import importlib.util
 from collections.abc import Iterator
 
 import hypothesis
@@ -8,6 +9,10 @@ import torch
 
 import programs
 from ranks import Ranks
+
+# Tests of programs that are not installed (`make setup FRAMEWORKS=no`).
+_PROGRAMS = ("accelerate", "lightning", "peft", "torchtitan", "transformers")
+collect_ignore = [f"test_{name}.py" for name in _PROGRAMS if importlib.util.find_spec(name) is None]
 
 # Examples that run on several ranks take as long as they take.
 hypothesis.settings.register_profile(

@@ -272,6 +272,8 @@ def test_names_of_the_package_exist(page):
         parts = name.split(".")
         found: Any = importlib.import_module(parts[0])
         for place, part in enumerate(parts[1:], 2):
+            if parts[1] == "integrations" and place > 2:
+                pytest.importorskip(parts[2])
             if not hasattr(found, part):
                 importlib.import_module(".".join(parts[:place]))
             found = getattr(found, part)
