@@ -2,8 +2,8 @@
 
     make dist
 
-1. The version is the same in pyproject.toml, in the package and in CITATION.cff; CHANGELOG.md has a section for it,
-   or one called Unreleased.
+1. The version is the same in pyproject.toml, in the package and in CITATION.cff; CHANGELOG.md has a section for
+   it, or one called Unreleased.
 2. The wheel holds the package, its type marker and the license, nothing else, and asks for torch alone.
 3. Installed into an environment of its own, it imports without any extra, and its command line runs.
 """
@@ -76,7 +76,7 @@ def try_wheel(wheel: Path) -> None:
     """Install it beside this environment's torch, without its other packages' help."""
     with tempfile.TemporaryDirectory() as folder:
         venv.create(folder, with_pip=False, system_site_packages=False)
-        python = next((Path(folder) / part / "python") for part in ("bin",))
+        python = Path(folder) / "bin" / "python"
         install = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-deps", "--quiet"]
         subprocess.run([*install, str(wheel)], check=True)
         # torch and what it needs come from here, behind the wheel's own folder.
