@@ -2,8 +2,8 @@
 
     make dist
 
-1. The version is the same in pyproject.toml, in the package and in CITATION.cff; CHANGELOG.md has a section for
-   it, or one called Unreleased.
+1. The version is the same in pyproject.toml, in the package and in CITATION.cff; CHANGELOG.md has a
+   section for it, or one called Unreleased.
 2. The wheel holds the package, its type marker and the license, nothing else, and asks for torch alone.
 3. Installed into an environment of its own, it imports without any extra, and its command line runs.
 """
