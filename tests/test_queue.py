@@ -1,6 +1,7 @@
 """Work that runs in order beside the computation."""
 
 import contextlib
+import functools
 import gc
 import subprocess
 import sys
@@ -227,6 +228,22 @@ def test_a_stream_keeps_what_work_refers_to_until_it_is_waited_for(device):
     assert alive() is not None  # its kernels may not have run yet
     ticket.wait()
     assert alive() is None
+
+
+def test_what_work_lets_go_of_stays_until_a_stream_is_waited_for(device):
+    def run(held: list[torch.Tensor], queue: Queue) -> None:
+        queue.let_go(held.pop())
+
+    for place, stays in ((CUDA, True), (torch.device("cpu"), False)):
+        queue, held = Queue("test", place), [torch.zeros(3)]
+        alive = weakref.ref(held[0])
+        ticket = queue.put("work", "it", functools.partial(run, held, queue))
+        if not stays:
+            queue.put("work", "it", lambda: None).wait()  # the first has run
+        gc.collect()
+        assert (alive() is not None) == stays
+        ticket.wait()
+        assert alive() is None
 
 
 def fail_on_a_stream() -> None:

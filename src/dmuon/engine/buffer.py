@@ -345,8 +345,7 @@ class Buffer:
                 pieces |= zip(same, self._publish_to_pieces(tp, same, updates, dtype), strict=True)
             for param in mine:
                 if param not in pieces:
-                    pieces[param] = cast(torch.Tensor, updates[param].orthogonal)
-                    updates[param].orthogonal = None
+                    pieces[param] = cast(torch.Tensor, self._taken_from(updates[param]))
             live = {param: updates[param].live for param in mine}
             if self.layout.replicate_size > 1:
                 pieces, live = self._publish_to_replicas(params, dtype, pieces, live)
@@ -362,6 +361,7 @@ class Buffer:
         for team, alike in by_settings.items():
             for tp, same in _by_tp_group(alike):
                 parts = [cast(torch.Tensor, updates[param].part) for param in same]
+                self._communication.weights.let_go(*parts)
                 for param in same:
                     updates[param].part = None
                 peers = self._communication.team(self.label, tp.ranks)
@@ -378,15 +378,19 @@ class Buffer:
         """Updates from those who made them; this rank's pieces, new tensors."""
         exchange, scratch = self._exchange_of(tp, params), self._to_pieces_scratch
         send = scratch.take(sum(exchange.part_splits), dtype, self.layout.device)
-        exchange.pack_parts([updates[param].orthogonal for param in params], send)
-        for param in params:  # packed: their memory can go
-            updates[param].orthogonal = None
+        exchange.pack_parts([self._taken_from(updates[param]) for param in params], send)
         receive = scratch.take(sum(exchange.piece_splits), dtype, self.layout.device)
         splits = exchange.piece_splits, exchange.part_splits
         self._communication.all_to_all("publish_exchange", self.label, tp.ranks, receive, send, *splits)
         pieces = exchange.unpack_pieces(receive)
         scratch.give_back(send, receive)
         return pieces
+
+    def _taken_from(self, update: Update) -> torch.Tensor | None:
+        """What this rank has of the orthogonalized matrix; its memory can go once it has been read."""
+        orthogonal, update.orthogonal = update.orthogonal, None
+        self._communication.weights.let_go(orthogonal)
+        return orthogonal
 
     def _publish_to_replicas(
         self,

@@ -41,6 +41,7 @@ class Ticket(Generic[T]):
         self._phase = phase
         self._group = group
         self._work: Callable[[], T] | None = work
+        self._kept: list[torch.Tensor | None] = []  # what the work has let go of
         self._result: T | None = None
         self._failure: BaseException | None = None
         self._done = threading.Lock()  # held until the work has run (CPU) or has been issued (CUDA)
@@ -59,6 +60,7 @@ class Ticket(Generic[T]):
         if self._event is not None:
             self._queue.current_stream().wait_event(self._event)
         self._work = None
+        self._kept.clear()
         if self._failure is not None:
             raise RuntimeError(
                 f"dmuon: the {self._phase} of {self._group} failed on rank {dist.get_rank()}: {self._failure}"
@@ -103,6 +105,7 @@ class Queue:
         self._device = device
         self._stream: Any = None
         self._waiting: queue.SimpleQueue[Ticket | None] | None = None
+        self._issuing: Ticket | None = None  # CUDA
         if device.type != "cpu":
             self._module = torch.get_device_module(device)
             self._stream = self._module.Stream(device, priority=-1 if urgent else 0)
@@ -127,11 +130,22 @@ class Queue:
             ticket._done.release()
         else:
             self._stream.wait_stream(self.current_stream())
+            self._issuing = ticket
             with self._module.stream(self._stream), torch.inference_mode(False), torch.no_grad():
                 ticket._run()
+            self._issuing = None
             ticket._event = self._stream.record_event()
             ticket._done.release()
         return ticket
+
+    def let_go(self, *tensors: torch.Tensor | None) -> None:
+        """Say, inside some work, that it will not use tensors of the computation any more.
+
+        On CPU, whoever drops them then has their memory. On CUDA the kernels that read them have only been
+        issued: the ticket keeps them until the computation has waited for it.
+        """
+        if self._issuing is not None:
+            self._issuing._kept += tensors
 
     def current_stream(self) -> Any:
         """The stream of the computation, on CUDA."""
