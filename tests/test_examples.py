@@ -267,13 +267,13 @@ def torchrun(script: str, *options: str) -> list[str]:
     return [sys.executable, *launcher, str(EXAMPLES / script), *options]
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
+def run(command: list[str], timeout: float = TIMEOUT) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
 
 
-def succeed(command: list[str]) -> str:
-    result = run(command)
+def succeed(command: list[str], timeout: float = TIMEOUT) -> str:
+    result = run(command, timeout)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -391,10 +391,13 @@ def test_plain_python_is_one_process_and_refuses_a_larger_mesh(tmp_path: Path) -
     assert result.stderr.strip() == "--mesh dp=3 needs 3 processes, not 1"
 
 
+@pytest.mark.timeout(600)  # seven processes start, one after the other
 def test_comparison_runs_and_a_run_resumes_exactly(ranks: Ranks, tmp_path: Path) -> None:
     schedule, mesh = ["--val-every=2", "--print-every=2"], "--mesh=dp=1,tp=2"
     compare = [sys.executable, str(EXAMPLES / "compare.py"), mesh, "--out", str(tmp_path)]
-    shown = succeed([*compare, "--steps=6", "--warmup=2", "--checkpoint-every=3", *schedule, *TINY])
+    shown = succeed(
+        [*compare, "--steps=6", "--warmup=2", "--checkpoint-every=3", *schedule, *TINY], timeout=550
+    )
     assert shown.startswith(
         "dmuon on dp=1,tp=2: Muon has 14 matrices: ranks 0+1 own layers.0, layers.1 (TP owners:"
     )
