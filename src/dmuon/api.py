@@ -6,7 +6,6 @@ here at all, but for weights that come as DTensors over the data-parallel dims.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
@@ -29,7 +28,7 @@ from .engine.refusals import hide_from_ddp, refuse_late_calls, refuse_second_ave
 from .engine.runtime import Options, Runtime, find_runtime, has_runtime
 from .engine.stack import Stack, lies_whole
 from .engine.tensor_parallel import TensorParallel
-from .ownership import blocks_of, choose_owners, chunks, cost_of, matrices_of
+from .ownership import blocks_of, choose_owners, cost_of, loads_of_stacks, matrices_of
 from .recognition import StructureSpec, structures_of
 from .selection import Candidate, Predicate
 from .structure import Structure
@@ -369,26 +368,12 @@ def _needs_no_owner(candidate: Candidate, structure: Structure) -> bool:
 
 
 def _loads_of(stacks: Sequence[tuple[nn.Parameter, Structure]], layout: DataParallelLayout) -> list[int]:
-    """Operations that each slot has to do for stacks, wherever its dense matrices go.
-
-    As `fully_shard` cuts the first dim, and replicas share what they hold. Of one that expert parallelism has
-    cut, all slots have a like part.
-    """
-    everywhere = 0
-    costs: Counter[int] = Counter()  # of one matrix of each stack, by how many it has
-    for param, structure in stacks:
-        count, cost = param.shape[0], cost_of(structure.matrices((1, *param.shape[1:])))
-        if isinstance(param, DTensor):
-            everywhere += count * cost // layout.shard_size
-        else:
-            costs[count] += cost
-    loads = [everywhere] * layout.size
-    for count, cost in costs.items():
-        shares = [chunks(here, layout.replicate_size) for here in chunks(count, layout.shard_size)]
-        for slot in range(layout.size):
-            where = layout.owner_of_slot(slot)
-            loads[slot] += shares[where.shard][where.replicate] * cost
-    return loads
+    """Operations that each slot has to do for stacks."""
+    seen = (
+        (param.shape[0], cost_of(structure.matrices((1, *param.shape[1:]))), isinstance(param, DTensor))
+        for param, structure in stacks
+    )
+    return loads_of_stacks(seen, layout.shard_size, layout.replicate_size)
 
 
 def _tensor_parallel_cuts(chosen: list[Candidate], layout: DataParallelLayout) -> list[TensorParallel | None]:

@@ -31,8 +31,8 @@ Rejected:
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from heapq import heappush, heapreplace
 from itertools import accumulate
 from typing import NamedTuple
@@ -87,6 +87,31 @@ def matrices_of(kinds: Sequence[Sequence[Kind]], blocks: Sequence[Hashable]) -> 
         Matrix(cost_of(held), numbers.setdefault(block, len(numbers)))
         for held, block in zip(kinds, blocks, strict=True)
     ]
+
+
+def loads_of_stacks(stacks: Iterable[tuple[int, int, bool]], shard: int, replicate: int) -> list[int]:
+    """Operations that each slot has to do for stacks of matrices, wherever its dense matrices go.
+
+    As `fully_shard` cuts the first dim, and replicas share what they hold. Of one that expert parallelism has
+    cut, all slots have a like part.
+
+    Args:
+        stacks: of each, how many matrices, the cost of one, and whether expert parallelism has cut it.
+        shard, replicate: ranks of a row, and rows. Slots begin with those of the first row.
+    """
+    everywhere = 0
+    costs: Counter[int] = Counter()  # of one matrix of each stack, by how many it has
+    for count, cost, is_cut in stacks:
+        if is_cut:
+            everywhere += count * cost // shard
+        else:
+            costs[count] += cost
+    loads = [everywhere] * (shard * replicate)
+    for count, cost in costs.items():
+        shares = [chunks(here, replicate) for here in chunks(count, shard)]
+        for slot in range(len(loads)):
+            loads[slot] += shares[slot % shard][slot // shard] * cost
+    return loads
 
 
 def choose_owners(

@@ -7,11 +7,13 @@ a `ModuleList`. Each function yields (name, shape) of all parameters, a tied one
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from .model import Model, PlanError, from_names
 
 Config = Mapping[str, Any]
+_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 Named = tuple[str, tuple[int, ...]]
 
 
@@ -28,7 +30,10 @@ def from_config(name: str, config: Config) -> Model:
             "Give safetensors files, or a module:function that builds the model"
         )
     try:
-        return from_names(name, ARCHITECTURES[kind](config))
+        model = from_names(name, ARCHITECTURES[kind](config))
+        experts = next((config[key] for key in _COUNTS if config.get(key)), 0)
+        active = config.get("num_experts_per_tok")
+        return replace(model, active=active / experts) if experts and active else model
     except KeyError as error:
         raise PlanError(f"{name}: the config of a {kind} model has no entry {error}") from error
     except (TypeError, ArithmeticError) as error:

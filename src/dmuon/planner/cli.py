@@ -11,21 +11,25 @@ from typing import Any
 
 import torch
 
+from .advice import layouts
 from .cut import parse as parse_tp_plan
+from .iteration import Times
+from .machine import MACHINES, Machine, machine_of
 from .mesh import Mesh
-from .model import PlanError, choose_by_pattern
+from .model import Model, PlanError, choose_by_pattern
 from .plan import Options, Plan, plan
-from .rate import measure
 from .registry import CONFIGS
-from .report import SCHEMA, Rate, report
+from .report import SCHEMA, report
 from .source import load
 from .traffic import Dtypes
 
 _DTYPES = {
     str(d).removeprefix("torch."): d for d in (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 }
+_BEST = 8  # layouts to show
 _EXAMPLES = f"""examples:
-  python -m dmuon plan --model llama-3-70b --mesh replicate=16,shard=8,tp=8 --tflops 400
+  python -m dmuon plan --model llama-3-70b --mesh replicate=16,shard=8,tp=8 --machine h100-8
+  python -m dmuon plan --model deepseek-v3 --ranks 2048 --machine h100-8       # which mesh?
   python -m dmuon plan --model my_project.models:build --mesh dp=64 --compare replicate=8,shard=8
   python -m dmuon plan --model path/to/model/ --mesh ddp=8 --json
 
@@ -45,15 +49,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> int:
+    machine = _machine(args)
+    options = _options(args)
+    model = choose_by_pattern(load(args.model), args.include, args.exclude)
+    if args.mesh is None:
+        return _search(args, model, machine, options)
     mesh = Mesh.parse(args.mesh)
     meshes = [mesh, *(Mesh.parse(text) for text in args.compare)]
     if args.ranks is not None and args.ranks != mesh.ranks:
         raise PlanError(f"mesh {mesh.text} has {mesh.ranks} ranks, not {args.ranks}")
-    options = _options(args)
-    model = choose_by_pattern(load(args.model), args.include, args.exclude)
     plans = [plan(model, each, options) for each in meshes]
-    rate = _rate(args)
-    first, *others = [report(each, rate) for each in plans]
+    times = [Times(each, machine, args.tokens) if machine else None for each in plans]
+    first, *others = [report(each, its) for each, its in zip(plans, times, strict=True)]
     if args.picture is not None:
         _import("matplotlib", "--picture")
         from .picture import draw
@@ -99,11 +106,38 @@ def _options(args: argparse.Namespace) -> Options:
     )
 
 
-def _rate(args: argparse.Namespace) -> Rate:
-    """What was given, or else what this machine does."""
-    if args.tflops is None:
-        return Rate(measure(), "measured here, float32 on the CPU")
-    return Rate(args.tflops * 1e12, "given")
+def _machine(args: argparse.Namespace) -> Machine | None:
+    settings = [*args.set, *([f"tflops={args.tflops}"] if args.tflops is not None else [])]
+    if args.machine is None:
+        if settings:
+            raise PlanError(f"--set and --tflops change a --machine: one of {', '.join(MACHINES)}")
+        return None
+    return machine_of(args.machine, settings)
+
+
+def _search(args: argparse.Namespace, model: Model, machine: Machine | None, options: Options) -> int:
+    """The best layouts for a number of ranks."""
+    if args.ranks is None or machine is None:
+        raise PlanError("give a --mesh; or --ranks and --machine, and the best layouts are looked for")
+    best = layouts(model, args.ranks, machine, options, args.tokens, args.activations)[:_BEST]
+    if args.json:
+        found = [
+            {
+                "mesh": layout.plan.mesh.text,
+                "iteration": {**vars(layout.iteration), "total": layout.iteration.total},
+                "peak": layout.peak,
+                "limit": layout.limit,
+            }
+            for layout in best
+        ]
+        json.dump({"schema": SCHEMA, "layouts": found}, sys.stdout, indent=2)
+        print()
+        return 0
+    _import("rich", "python -m dmuon plan without --json")
+    from .text import show_layouts
+
+    show_layouts(best, f"{model.name} on {args.ranks} ranks of {machine.name}")
+    return 0
 
 
 def _matrices(each: Plan) -> list[dict[str, Any]]:
@@ -173,9 +207,13 @@ def _add_what(command: argparse.ArgumentParser) -> None:
         help="a name (see below); module:function that returns a model; or a config.json, a .safetensors "
         "file or index, or a directory with them",
     )
-    add("--mesh", required=True, help="dp=N, replicate=R,shard=N or ddp=N; with ,tp=T or without")
+    add("--mesh", help="dp=N, replicate=R,shard=N or ddp=N; with ,tp=T or without; the first two with ,ep=E")
     add("--compare", metavar="MESH", action="append", default=[], help="another mesh; may be repeated")
-    add("--ranks", type=_count, help="fail unless the mesh has so many ranks")
+    add(
+        "--ranks",
+        type=_count,
+        help="without --mesh, look for the best of so many ranks",
+    )
     _add_pattern(command, "--include", "dedicate matrices with such a name too; may be repeated")
     _add_pattern(command, "--exclude", "do not dedicate parameters with such a name; may be repeated")
 
@@ -210,11 +248,18 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         default="direct",
         help='for the time estimate (default: "direct", which bfloat16 takes)',
     )
+    add("--machine", metavar="NAME", help=f"for times: {', '.join(MACHINES)}")
     add(
-        "--tflops",
-        type=_positive,
-        help="rate of matrix products, 1e12 operations a second (default: measured)",
+        "--set",
+        metavar="VALUE=NUMBER",
+        action="append",
+        default=[],
+        help="a figure of the machine: gpus (in a node), tflops, tflops32, memory (GiB), memory_rate, "
+        "inside, between (1e9 bytes a second), hop_inside, hop_between, launch (microseconds); may be repeated",
     )
+    add("--tflops", type=_positive, help="the same as --set tflops=: what your GPUs reach")
+    add("--tokens", type=_count, default=8192, help="in an iteration, for each rank (default: 8192)")
+    add("--activations", type=float, default=0.0, metavar="GIB", help="to leave free, without --mesh")
     add(
         "--tp-plan",
         default="",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +98,11 @@ def _natural(name: str) -> list[tuple[int, int, str]]:
 
 def _from_tensors(name: str, shapes: dict[str, tuple[int, ...]]) -> Model:
     notes = ["read from safetensors headers: all tensors are taken for trainable parameters, none for tied"]
-    stacked = [tensor for tensor, shape in shapes.items() if len(shape) == 3]
-    if stacked:
-        notes.append(f"{len(stacked)} tensors have three dims ({stacked[0]}, for one): these are AdamW's")
-    return from_names(name, shapes.items(), notes)
+    model = from_names(name, shapes.items(), notes)
+    others = [param.name for param in model.base if len(param.shape) == 3]
+    if others:
+        notes.append(f"{len(others)} tensors have three dims ({others[0]}, for one): these are AdamW's")
+    return replace(model, notes=tuple(notes))
 
 
 def _json(path: Path) -> dict[str, Any]:

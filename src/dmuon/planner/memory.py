@@ -17,8 +17,8 @@ class Rest(NamedTuple):
         weights: dedicated weights that it keeps.
         momentum: of those that it owns.
         gradients: likewise, from the end of backward to `zero_grad`.
-        base_weights, base_moments, base_gradients: its shard of base parameters, under DDP all; AdamW's two
-            moments.
+        base_weights, base_moments, base_gradients: its shard of base parameters and of stacks, under DDP all;
+            AdamW's two moments.
     """
 
     weights: int = 0
@@ -59,10 +59,18 @@ def of_updates(group: Group, shard: int, replicate: int) -> int:
     return total
 
 
-def of_base(numel: int, trainable: int, dtypes: Dtypes) -> Rest:
-    """What a rank keeps of base parameters. numel, trainable: elements on this rank."""
+def of_base(numel: int, trainable: int, stacks: int, dtypes: Dtypes) -> Rest:
+    """What a rank keeps of base parameters, and of stacks: they are FSDP2's, with Muon's momentum.
+
+    numel, trainable, stacks: elements on this rank.
+    """
     size = dtypes.weight.itemsize
-    return Rest(base_weights=size * numel, base_moments=2 * size * trainable, base_gradients=size * trainable)
+    return Rest(
+        momentum=dtypes.momentum.itemsize * stacks,
+        base_weights=size * (numel + stacks),
+        base_moments=2 * size * trainable,
+        base_gradients=size * (trainable + stacks),
+    )
 
 
 class Work(NamedTuple):

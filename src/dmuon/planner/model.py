@@ -6,6 +6,7 @@ import importlib
 import math
 import re
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +16,12 @@ import torch.nn as nn
 
 from ..choice import chosen_parameters
 from ..ownership import blocks_of
+from ..recognition import structures_of
 from ..selection import Predicate, candidates
+from ..structure import PLAIN, Structure
+
+_EXPERTS = re.compile(r"(^|\.)experts\.")
+_EXPERT = re.compile(r"(.*\bexperts)\.\d+\.(.+)")
 
 
 class PlanError(ValueError):
@@ -32,6 +38,7 @@ class Parameter:
         dedicated: whether Muon gets it.
         block: the repeated block of the model that it is in; None outside of all.
         trainable: whether it has a gradient.
+        structure: which matrices it holds.
     """
 
     name: str
@@ -39,11 +46,22 @@ class Parameter:
     dedicated: bool
     block: str | None
     trainable: bool = True
+    structure: Structure = PLAIN
 
     @property
     def numel(self) -> int:
         """Number of elements."""
         return math.prod(self.shape)
+
+    @property
+    def is_stack(self) -> bool:
+        """Whether it is a stack of matrices, which FSDP2 and expert parallelism leave whole."""
+        return self.dedicated and self.structure.stacked(self.shape) > 0
+
+    @property
+    def is_expert(self) -> bool:
+        """Whether not every token comes to it."""
+        return _EXPERTS.search(self.name) is not None
 
 
 @dataclass(frozen=True)
@@ -54,11 +72,13 @@ class Model:
         name: what the user has called it.
         params: all of them.
         notes: what the user should know about how they were read.
+        active: of the experts of a layer, the part that a token comes to.
     """
 
     name: str
     params: tuple[Parameter, ...]
     notes: tuple[str, ...] = ()
+    active: float = 1.0
 
     @property
     def numel(self) -> int:
@@ -75,18 +95,32 @@ class Model:
         """All others."""
         return [param for param in self.params if not param.dedicated]
 
+    def with_stacks(self) -> Model:
+        """Experts that are a matrix each as one stack for each layer and kind."""
+        found: dict[str, Parameter] = {}
+        counts: Counter[str] = Counter()
+        for param in self.params:
+            match = _EXPERT.match(param.name)
+            name = f"{match[1]}.{match[2]}" if match and len(param.shape) == 2 else param.name
+            counts[name] += 1
+            if name != param.name:
+                param = replace(param, name=name, shape=(counts[name], *param.shape))
+            found[name] = param
+        return replace(self, params=tuple(found.values()))
+
 
 def from_names(name: str, shapes: Iterable[tuple[str, Sequence[int]]], notes: Sequence[str] = ()) -> Model:
     """A model of which only names and shapes are known.
 
     Dedicated are matrices called "...weight" inside a repeated block, that is below a name with a number in
     it, such as `layers.0`. At run time `dedicate_params` looks at modules instead, and may choose matrices
-    outside of blocks, too, that are no head.
+    outside of blocks, too, that are no head. Of three dims, those below a name "experts" are stacks.
     """
     params = []
     for full_name, shape in shapes:
         block = _block(full_name)
         is_matrix = len(shape) == 2 and min(shape) > 1 and full_name.endswith("weight")
+        is_matrix |= len(shape) == 3 and min(shape[1:]) > 1 and _EXPERTS.search(full_name) is not None
         params.append(Parameter(full_name, tuple(shape), is_matrix and block is not None, block))
     return Model(name, tuple(params), tuple(notes))
 
@@ -110,11 +144,19 @@ def from_module(module: nn.Module, name: str = "model", predicate: Predicate | N
     """
     everything = candidates(module)
     blocks = blocks_of(module, everything)
-    chosen = {id(candidate.param) for candidate in chosen_parameters(module, predicate)}
+    structures = structures_of(chosen_parameters(module, predicate), None, module)
+    chosen = {id(candidate.param): structure for candidate, structure in structures.items()}
     return Model(
         name,
         tuple(
-            Parameter(c.name, tuple(c.param.shape), id(c.param) in chosen, block, c.param.requires_grad)
+            Parameter(
+                c.name,
+                tuple(c.param.shape),
+                id(c.param) in chosen,
+                block,
+                c.param.requires_grad,
+                chosen.get(id(c.param), PLAIN),
+            )
             for c, block in zip(everything, blocks, strict=True)
         ),
     )

@@ -12,8 +12,18 @@ import torch
 
 from ..optim.newton_schulz import operation_count
 from ..optim.products import matrices_at_once
-from ..ownership import Matrix, choose_owners, chunks, imbalance, loads_of, lower_bound, matrices_of
-from ..structure import PLAIN
+from ..ownership import (
+    Matrix,
+    choose_owners,
+    chunks,
+    cost_of,
+    imbalance,
+    loads_of,
+    loads_of_stacks,
+    lower_bound,
+    matrices_of,
+)
+from ..structure import Structure
 from . import memory, traffic
 from .cut import DEFAULT, Rule, cut_dim, is_replicated
 from .mesh import Mesh
@@ -86,26 +96,54 @@ class Plan:
         return [list(groups) for groups in zip(*of_blocks, strict=True)]
 
     @cached_property
+    def stacks(self) -> list[Parameter]:
+        """Of experts: no rank owns them, each orthogonalizes what it holds."""
+        return [param for param in self.model.dedicated if param.is_stack and not self.mesh.ddp]
+
+    @cached_property
+    def stack_loads(self) -> list[int]:
+        """Operations of each slot for stacks, as the assignment saw them."""
+        return _stack_loads(
+            self.model, self.mesh, lambda structure, shape: cost_of(structure.matrices(shape))
+        )
+
+    @cached_property
+    def stack_operations(self) -> list[int]:
+        """The same, with the chosen steps and algorithm."""
+        return _stack_loads(self.model, self.mesh, lambda *held: self.operations_of(held))
+
+    @cached_property
     def weighed(self) -> list[Matrix]:
         """As the assignment saw them."""
-        kinds = [PLAIN.matrices(m.param.shape) for m in self.matrices]
+        kinds = [m.param.structure.matrices(m.param.shape) for m in self.matrices]
         return matrices_of(kinds, [m.param.block for m in self.matrices])
 
     @property
     def balance(self) -> float:
         """Of data-parallel ranks: the busiest owner's operations over the lower bound of any assignment."""
-        return imbalance(self.weighed, [m.slot for m in self.matrices], self.mesh.slots)
+        if not self.stacks:
+            return imbalance(self.weighed, [m.slot for m in self.matrices], self.mesh.slots)
+        return max(self.busy) / self.bound
 
     @property
     def over_mean(self) -> float:
         """The busiest owner's operations over the mean of all data-parallel ranks."""
+        return max(self.busy) * self.mesh.slots / sum(self.busy)
+
+    @cached_property
+    def busy(self) -> list[int]:
+        """Operations of each slot, those for its part of stacks included."""
         owned = loads_of(self.weighed, [m.slot for m in self.matrices], self.mesh.slots)
-        return max(owned) * self.mesh.slots / sum(owned)
+        return [dense + stack for dense, stack in zip(owned, self.stack_loads, strict=True)]
 
     @property
     def bound(self) -> int:
         """Operations that the busiest owner has at least, whatever the assignment."""
-        return lower_bound(self.weighed, self.mesh.slots)
+        alone = lower_bound(self.weighed, self.mesh.slots)
+        if not self.stacks:
+            return alone
+        largest = max(matrix.cost for matrix in self.weighed) + min(self.stack_loads)
+        return max(alone, largest, *self.stack_loads, -(-sum(self.busy) // self.mesh.slots))
 
     # Computation
 
@@ -113,13 +151,21 @@ class Plan:
     def loads(self) -> dict[tuple[int, int], Load]:
         """Operations of a step, by owner slot and tensor-parallel rank; those without any left out."""
         result: dict[tuple[int, int], int] = defaultdict(int)
-        kinds = Counter((m.slot, m.param.shape, m.share) for m in self.matrices)
-        for (slot, (rows, cols), share), count in kinds.items():
-            whole = self.operations(rows, cols)
+        kinds = Counter((m.slot, (m.param.structure, m.param.shape), m.share) for m in self.matrices)
+        for slot, load in enumerate(self.stack_operations):
+            for tp in self._tps if load else ():
+                result[slot, tp] += load
+        for (slot, param, share), count in kinds.items():
+            whole = self.operations_of(param)
             for tp in self._tps:
                 if share.state(tp):
                     result[slot, tp] += count * whole
         return {place: Load(operations) for place, operations in result.items()}
+
+    def operations_of(self, held: tuple[Structure, tuple[int, ...]]) -> int:
+        """Of Newton-Schulz on all matrices of a parameter, by its structure and shape."""
+        structure, shape = held
+        return sum(count * self.operations(rows, cols) for count, rows, cols in structure.matrices(shape))
 
     def operations(self, rows: int, cols: int) -> int:
         """Of Newton-Schulz on one matrix, with the chosen steps and algorithm."""
@@ -205,8 +251,10 @@ class Plan:
         """By owner slot and tensor-parallel rank: bytes of the largest Newton-Schulz; about."""
         largest: dict[tuple[int, int], int] = {}
         compute = self.options.dtypes.newton_schulz
-        kinds = Counter((m.slot, m.param.shape, m.share) for m in self.matrices)
-        for (slot, (rows, cols), share), count in kinds.items():
+        kinds = Counter((m.slot, m.param.structure, m.param.shape, m.share) for m in self.matrices)
+        for (slot, structure, shape, share), count in kinds.items():
+            held, rows, cols = max(structure.matrices(shape), key=lambda kind: kind[1] * kind[2])
+            count *= held
             for tp in self._tps:
                 if not share.state(tp):
                     continue
@@ -254,7 +302,16 @@ class Plan:
                 size = max(0, min(step, shape[0] - shard * step)) * math.prod(shape[1:])
             numel += count * size
             trainable += count * size * wants_gradient
-        return memory.of_base(numel, trainable, self.options.dtypes)
+        held = sum(self.mesh.held(count, shard) * size for count, size in self._stack_sizes.items())
+        return memory.of_base(numel, trainable, held, self.options.dtypes)
+
+    @cached_property
+    def _stack_sizes(self) -> Counter[int]:
+        """Elements of one matrix of every stack, by how many it has."""
+        sizes: Counter[int] = Counter()
+        for param in self.stacks:
+            sizes[param.shape[0]] += math.prod(param.shape[1:])
+        return sizes
 
 
 def plan(model: Model, mesh: Mesh, options: Options | None = None) -> Plan:
@@ -264,14 +321,19 @@ def plan(model: Model, mesh: Mesh, options: Options | None = None) -> Plan:
         PlanError: if the model has no dedicated matrix.
     """
     options = options or Options()
-    params = model.dedicated
+    if mesh.ep is not None:
+        model = model.with_stacks()
+    params = [param for param in model.dedicated if mesh.ddp or not param.is_stack]
     if not params:
         raise PlanError(f"{model.name} has no matrix in a repeated block; choose some with --include")
-    kinds = [PLAIN.matrices(param.shape) for param in params]
+    kinds = [param.structure.matrices(param.shape) for param in params]
     dims = [cut_dim(param, options.tp_plan) if mesh.tp > 1 else None for param in params]
     tp_groups = [tuple(range(mesh.tp)) if dim is not None else () for dim in dims]
     slots, positions = choose_owners(
-        matrices_of(kinds, [param.block for param in params]), mesh.slots, tp_groups
+        matrices_of(kinds, [param.block for param in params]),
+        mesh.slots,
+        tp_groups,
+        loads=_stack_loads(model, mesh, lambda structure, shape: cost_of(structure.matrices(shape))),
     )
     shares = [
         _share(param, dim, position, mesh, options)
@@ -279,6 +341,12 @@ def plan(model: Model, mesh: Mesh, options: Options | None = None) -> Plan:
     ]
     matrices = (Planned(*fields) for fields in zip(params, slots, shares, strict=True))
     return Plan(model, mesh, options, tuple(matrices))
+
+
+def _stack_loads(model: Model, mesh: Mesh, cost: Callable[[Structure, tuple[int, ...]], int]) -> list[int]:
+    stacks = [param for param in model.dedicated if param.is_stack and not mesh.ddp]
+    seen = ((p.shape[0], cost(p.structure, (1, *p.shape[1:])), mesh.ep is not None) for p in stacks)
+    return loads_of_stacks(seen, mesh.shard, mesh.replicate)
 
 
 def _share(param: Parameter, dim: int | None, tp_owner: int, mesh: Mesh, options: Options) -> Share:

@@ -45,6 +45,7 @@ def _latent(experts: int, dense: int) -> dict[str, Any]:
     return {
         "moe_intermediate_size": 2048,
         "n_routed_experts": experts,
+        "num_experts_per_tok": 8,
         "n_shared_experts": 1,
         "first_k_dense_replace": dense,
         "q_lora_rank": 1536,
@@ -55,7 +56,7 @@ def _latent(experts: int, dense: int) -> dict[str, Any]:
     }
 
 
-_QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "moe_intermediate_size": 768}
+_QWEN3_EXPERTS = {"head_dim": 128, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768}
 
 CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "gpt2": _gpt2(768, 12),
@@ -67,8 +68,12 @@ CONFIGS: Mapping[str, Mapping[str, Any]] = {
     "qwen2.5-7b": _decoder("qwen2", 152064, 3584, 18944, 28, 28, 4),
     "qwen2.5-72b": _decoder("qwen2", 152064, 8192, 29568, 80, 64, 8),
     "qwen3-30b-a3b": _decoder("qwen3_moe", 151936, 2048, 6144, 48, 32, 4, **_QWEN3_EXPERTS),
-    "mixtral-8x7b": _decoder("mixtral", 32000, 4096, 14336, 32, 32, 8, num_local_experts=8),
-    "mixtral-8x22b": _decoder("mixtral", 32000, 6144, 16384, 56, 48, 8, num_local_experts=8),
+    "mixtral-8x7b": _decoder(
+        "mixtral", 32000, 4096, 14336, 32, 32, 8, num_local_experts=8, num_experts_per_tok=2
+    ),
+    "mixtral-8x22b": _decoder(
+        "mixtral", 32000, 6144, 16384, 56, 48, 8, num_local_experts=8, num_experts_per_tok=2
+    ),
     "deepseek-v3": _decoder("deepseek_v3", 129280, 7168, 18432, 61, 128, 128, **_latent(256, 3)),
     "kimi-k2": _decoder("kimi_k2", 163840, 7168, 18432, 61, 64, 64, **_latent(384, 1)),
     "vit-h-14": {

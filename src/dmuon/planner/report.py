@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from .advice import sentences
 from .cut import described
+from .iteration import Times
 from .memory import Rest
 from .plan import Plan
 from .traffic import PHASES
 
-SCHEMA = 2
+SCHEMA = 3
 
 
-@dataclass(frozen=True)
-class Rate:
-    """Operations a second of matrix products.
-
-    Attributes:
-        main: in the dtype of Newton-Schulz.
-        source: "given" or "measured here, float32 on the CPU".
-    """
-
-    main: float
-    source: str
-
-
-def report(plan: Plan, rate: Rate) -> dict[str, Any]:
+def report(plan: Plan, times: Times | None = None) -> dict[str, Any]:
     """Everything about a plan, by the schema of docs/planner.md. Bytes, seconds, and plain counts."""
     return {
         "mesh": _mesh(plan),
         "model": _model(plan),
         "options": _options(plan),
         "balance": _balance(plan),
-        "newton_schulz": _newton_schulz(plan, rate),
+        "newton_schulz": _newton_schulz(plan),
+        "time": _time(times) if times is not None else None,
         "traffic": _traffic(plan),
         "memory": _memory(plan),
         "limits": _limits(plan),
@@ -53,6 +43,7 @@ def _mesh(plan: Plan) -> dict[str, Any]:
         "shard": mesh.shard,
         "replicate": mesh.replicate,
         "tp": mesh.tp,
+        "ep": mesh.ep,
         "ddp": mesh.ddp,
     }
 
@@ -60,10 +51,12 @@ def _mesh(plan: Plan) -> dict[str, Any]:
 def _model(plan: Plan) -> dict[str, Any]:
     model, size = plan.model, plan.options.dtypes.weight.itemsize
     elements = sum(param.numel for param in model.dedicated)
+    stacked = sum(math.prod(param.shape[:-2]) for param in plan.stacks)
     return {
         "name": model.name,
         "parameters": model.numel,
-        "matrices": len(model.dedicated),
+        "matrices": len(plan.matrices) + stacked,
+        "stacks": len(plan.stacks),
         "dedicated_parameters": elements,
         "base_parameters": model.numel - elements,
         "dedicated_bytes": size * elements,
@@ -91,8 +84,8 @@ def _balance(plan: Plan) -> dict[str, Any]:
     ranks, as the assignment sees them; and of all ranks, with what they really compute."""
     busiest = max(load.operations for load in plan.loads.values())
     mean = sum(load.operations for load in plan.loads.values()) / plan.mesh.ranks
-    shapes = {m.param.shape for m in plan.matrices}
-    largest = max((plan.operations(rows, cols) for rows, cols in shapes), default=0)
+    held = {(m.param.structure, m.param.shape) for m in plan.matrices}
+    largest = max(map(plan.operations_of, held), default=0)
     return {
         "over_bound": plan.balance,
         "over_mean": plan.over_mean,
@@ -105,18 +98,20 @@ def _balance(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _newton_schulz(plan: Plan, rate: Rate) -> dict[str, Any]:
+def _newton_schulz(plan: Plan) -> dict[str, Any]:
     loads = plan.loads.values()
-    busiest = max(load.operations for load in loads)
-    alone = sum(plan.operations(m.param.shape[0], m.param.shape[1]) for m in plan.matrices)
     return {
-        "busiest_rank_operations": busiest,
+        "busiest_rank_operations": max(load.operations for load in loads),
         "mean_rank_operations": sum(load.operations for load in loads) / plan.mesh.ranks,
-        "seconds": busiest / rate.main,
-        "seconds_on_one_rank": alone / rate.main,
-        "rate": rate.main,
-        "rate_source": rate.source,
     }
+
+
+def _time(times: Times) -> dict[str, Any]:
+    """Of an iteration on a machine, by part; and what to change."""
+    ways = {"adamw": times.adamw(), "dmuon": times.dmuon(), "two_exchanges": times.two_exchanges()}
+    parts = {name: {**vars(way), "total": way.total} for name, way in ways.items()}
+    tokens = times.tokens / times.plan.mesh.tp
+    return {"machine": vars(times.machine), "tokens": tokens, **parts, "advice": sentences(times)}
 
 
 def _dim(plan: Plan, phase: str) -> str:

@@ -9,6 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from .advice import Layout
+
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
@@ -16,6 +18,8 @@ def show(report: dict[str, Any], others: Sequence[dict[str, Any]], file: TextIO 
     """Print a report, and other meshes next to it."""
     console = Console(file=file, highlight=False)
     _head(console, report)
+    if report["time"] is not None:
+        _time(console, report["time"])
     _traffic(console, report)
     _memory(console, report)
     _limits(console, report)
@@ -23,6 +27,46 @@ def show(report: dict[str, Any], others: Sequence[dict[str, Any]], file: TextIO 
         _comparison(console, [report, *others])
     for note in report["notes"]:
         console.print(Text(f"note: {note}"))
+    for sentence in (report["time"] or {"advice": []})["advice"]:
+        console.print(Text(f"advice: {sentence}"))
+
+
+_PARTS = {
+    "compute": "products of forward and backward",
+    "parallel": "sent in the midst of them (tp, ep)",
+    "exposed": "collectives that nothing hides",
+    "orthogonalize": "step: Newton-Schulz, busiest rank",
+    "exchange": "step: collectives",
+    "update": "step: weights and states",
+    "total": "iteration",
+}
+
+
+def _time(console: Console, time: dict[str, Any]) -> None:
+    machine = time["machine"]
+    title = f"An iteration in ms, about: {machine['name']}, {time['tokens']:,.0f} tokens a rank"
+    table = Table(title=title, title_justify="left")
+    _columns(table, ("",), ("FSDP2, AdamW", "dmuon", "Muon, two all-to-alls"))
+    for part, name in _PARTS.items():
+        if part == "total":
+            table.add_section()
+        table.add_row(name, *(f"{1e3 * time[way][part]:,.2f}" for way in ("adamw", "dmuon", "two_exchanges")))
+    console.print(table)
+    console.print(Text(f"figures: {machine['source']}"))
+
+
+def show_layouts(layouts: Sequence[Layout], name: str, file: TextIO | None = None) -> None:
+    """Print the best layouts for a number of ranks."""
+    console = Console(file=file, highlight=False)
+    table = Table(title=f"{name}: the layouts that fit, the fastest first", title_justify="left")
+    _columns(table, ("mesh",), ("iteration, ms", "of it step", "peak, about"))
+    table.add_column("limited by", overflow="fold")
+    for layout in layouts:
+        i = layout.iteration
+        step = f"{1e3 * (i.orthogonalize + i.update):,.1f}"
+        row = (layout.plan.mesh.text, f"{1e3 * i.total:,.1f}", step, _bytes(layout.peak), layout.limit)
+        table.add_row(*row)
+    console.print(table)
 
 
 def _head(console: Console, report: dict[str, Any]) -> None:
@@ -48,9 +92,8 @@ def _head(console: Console, report: dict[str, Any]) -> None:
         ),
         (
             "Newton-Schulz",
-            f"{_seconds(newton_schulz['seconds'])} per step on the busiest rank, at "
-            f"{newton_schulz['rate'] / 1e12:.4g} TFLOP/s ({newton_schulz['rate_source']}); "
-            f"{_seconds(newton_schulz['seconds_on_one_rank'])} on one rank alone",
+            f"{newton_schulz['busiest_rank_operations'] / 1e12:,.4g}e12 operations a step, busiest rank; "
+            f"{newton_schulz['mean_rank_operations'] / 1e12:,.4g}e12 in the mean",
         ),
         (
             "bytes of an element",
@@ -123,7 +166,10 @@ def _comparison(console: Console, reports: Sequence[dict[str, Any]]) -> None:
         "ranks": lambda r: f"{r['mesh']['ranks']:,}",
         "balance of owners": lambda r: f"{r['balance']['over_bound']:.3f}",
         "busiest rank over mean": lambda r: f"{r['balance']['rank_over_mean']:.3f}",
-        "Newton-Schulz": lambda r: _seconds(r["newton_schulz"]["seconds"]),
+        "Newton-Schulz, 1e12 operations": (
+            lambda r: f"{r['newton_schulz']['busiest_rank_operations'] / 1e12:,.4g}"
+        ),
+        "iteration": lambda r: _seconds(r["time"]["dmuon"]["total"]) if r["time"] else "",
         "collectives": lambda r: f"{r['traffic']['collectives']['max']:,}",
         "bytes moved": lambda r: _bytes(r["traffic"]["bytes"]["max"]),
         "memory at rest": lambda r: _bytes(r["memory"]["rest"]["total"]["max"]),
