@@ -255,7 +255,7 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         help="a figure of the machine: gpus (in a node), tflops, tflops32, memory (GiB), memory_rate, "
-        "inside, between (1e9 bytes a second), hop_inside, hop_between, launch (microseconds); may be repeated",
+        "inside, between (1e9 bytes a second), hop_inside, hop_between, launch (microseconds)",
     )
     add("--tflops", type=_positive, help="the same as --set tflops=: what your GPUs reach")
     add("--tokens", type=_count, default=8192, help="in an iteration, for each rank (default: 8192)")

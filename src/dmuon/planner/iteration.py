@@ -248,7 +248,9 @@ class Times:
         most = Rest(*self.plan.rest.flatten(0, 1).amax(0).tolist())
         moved = 2 * (most.weights + most.momentum + most.base_weights + most.base_moments)
         moved += most.gradients + most.base_gradients
-        return self._iteration(blocks, self.orthogonalize(), 0.0, moved)
+        calls, nbytes = self.plan.shared(0, 0)
+        shared = self.machine.ring(self.column, nbytes)
+        return self._iteration(blocks, self.orthogonalize(), calls * shared.latency + shared.transfer, moved)
 
     def adamw(self) -> Iteration:
         """FSDP2 and AdamW for everything."""

@@ -177,7 +177,21 @@ class Plan:
         """Collectives and bytes of one training step of a rank, by phase."""
         place = self.mesh.place_of(rank)
         groups = self.groups[place.tp]
-        return traffic.in_sum(*(group.of_a_step(place.shard, place.replicate) for group in groups))
+        moves = traffic.in_sum(*(group.of_a_step(place.shard, place.replicate) for group in groups))
+        if any(shared := self.shared(place.shard, place.replicate)):
+            traffic.add(moves, {"publish": shared})
+        return moves
+
+    def shared(self, shard: int, replicate: int) -> tuple[int, int]:
+        """Collectives and bytes with which replicas, in the step, tell each other of their parts of stacks."""
+        mesh, calls, numel = self.mesh, 0, 0
+        if mesh.replicate == 1 or mesh.ep is not None:
+            return 0, 0
+        for count, sizes in self._stack_sizes.items():
+            held = mesh.held(count, shard)
+            calls += len(sizes) if held else 0
+            numel += (held - chunks(held, mesh.replicate)[replicate]) * sum(sizes)
+        return calls, numel * self.options.dtypes.newton_schulz.itemsize
 
     def start_of(self, rank: int) -> Moves:
         """What a rank moves once, up to its first forward, on top of what every step moves."""
@@ -194,7 +208,12 @@ class Plan:
             moves = group.of_a_step(shard, replicate)
             return [number for phase in traffic.PHASES for number in moves.get(phase, (0, 0))]
 
-        return self._of_all_ranks(row).unflatten(2, (-1, 2))
+        table = self._of_all_ranks(row).unflatten(2, (-1, 2))
+        mesh = self.mesh
+        if self.stacks and mesh.replicate > 1:
+            shared = [self.shared(shard, row) for row in range(mesh.replicate) for shard in range(mesh.shard)]
+            table[:, :, traffic.PHASES.index("publish")] += torch.tensor(shared).unsqueeze(1)
+        return table
 
     @property
     def _tps(self) -> range:
@@ -302,15 +321,15 @@ class Plan:
                 size = max(0, min(step, shape[0] - shard * step)) * math.prod(shape[1:])
             numel += count * size
             trainable += count * size * wants_gradient
-        held = sum(self.mesh.held(count, shard) * size for count, size in self._stack_sizes.items())
+        held = sum(self.mesh.held(count, shard) * sum(sizes) for count, sizes in self._stack_sizes.items())
         return memory.of_base(numel, trainable, held, self.options.dtypes)
 
     @cached_property
-    def _stack_sizes(self) -> Counter[int]:
+    def _stack_sizes(self) -> dict[int, list[int]]:
         """Elements of one matrix of every stack, by how many it has."""
-        sizes: Counter[int] = Counter()
+        sizes: dict[int, list[int]] = defaultdict(list)
         for param in self.stacks:
-            sizes[param.shape[0]] += math.prod(param.shape[1:])
+            sizes[param.shape[0]].append(math.prod(param.shape[1:]))
         return sizes
 
 
