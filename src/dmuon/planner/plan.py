@@ -183,7 +183,7 @@ class Plan:
         return moves
 
     def shared(self, shard: int, replicate: int) -> tuple[int, int]:
-        """Collectives and bytes with which replicas, in the step, tell each other of their parts of stacks."""
+        """Collectives and bytes with which replicas, in the step, tell each other of parts of stacks."""
         mesh, calls, numel = self.mesh, 0, 0
         if mesh.replicate == 1 or mesh.ep is not None:
             return 0, 0
