@@ -186,6 +186,11 @@ _RATES = {"cpu": Rates(100, 1e7)}
 _GPU = Rates(1300, 8e9)
 
 
+def nominal_rates(device_type: str) -> Rates:
+    """Of the devices that a policy chooses for."""
+    return _RATES.get(device_type, _GPU)
+
+
 def team_operations(rows: int, cols: int, size: int, steps: int) -> int:
     """Operations of each rank (of the first, which has most) of a team for one matrix."""
     m, n = sorted((rows, cols))
@@ -197,6 +202,13 @@ def team_elements(rows: int, cols: int, size: int, steps: int) -> tuple[int, int
     reduce-scatters, and in its all-gathers. Two numbers of 4 bytes for each rank and other rank besides."""
     m = min(rows, cols)
     return steps * (size - 1) * m * m, steps * 2 * (size - 1) * size * chunks(m, size)[0] * m
+
+
+def team_elements_of(position: int, rows: int, cols: int, size: int, steps: int) -> tuple[int, int]:
+    """Of these, those that one rank sends in reduce-scatters, and that it receives in all-gathers."""
+    m = min(rows, cols)
+    blocks = chunks(m, size)
+    return steps * m * (m - blocks[position]), steps * 2 * (size - 1) * blocks[0] * m
 
 
 def team_cost(shape: Sequence[int], size: int, steps: int, dtype: torch.dtype, rates: Rates) -> int:
@@ -233,7 +245,7 @@ def teams_of(
 
 def _shareable(param: DedicatedParam, steps: int, dtype: torch.dtype) -> Shareable:
     size = param.tp.size if param.tp is not None else 1
-    rates = _RATES.get(param.layout.device.type, _GPU)
+    rates = nominal_rates(param.layout.device.type)
     return Shareable(
         row=param.layout.slot_of(param.coordinate),
         size=size,

@@ -102,6 +102,7 @@ def _options(args: argparse.Namespace) -> Options:
         reshard=args.reshard,
         ns_steps=args.ns_steps,
         ns_algorithm=args.ns_algorithm,
+        teams=args.teams,
         tp_plan=parse_tp_plan(args.tp_plan),
     )
 
@@ -247,6 +248,12 @@ def _add_settings(command: argparse.ArgumentParser) -> None:
         choices=("direct", "gram", "auto"),
         default="direct",
         help='for the time estimate (default: "direct", which bfloat16 takes)',
+    )
+    add(
+        "--teams",
+        choices=("never", "beneficial", "always"),
+        default="never",
+        help="whose Newton-Schulz TP ranks share: tp_distributed_gram_policy (default: never)",
     )
     add("--machine", metavar="NAME", help=f"for times: {', '.join(MACHINES)}")
     add(

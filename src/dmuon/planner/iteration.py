@@ -11,6 +11,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..optim.team import team_elements_of, team_operations
 from ..ownership import assign
 from . import traffic
 from .cut import cut_dim
@@ -228,16 +229,17 @@ class Times:
 
     def orthogonalize(self) -> float:
         """Seconds of Newton-Schulz on the busiest rank."""
-        plan, rate = self.plan, self._ns_rate
+        plan, rate = self.plan, self.ns_rate
         stacks = [operations / rate for operations in plan.stack_operations]
         busy: dict[tuple[int, int], float] = defaultdict(float)
         for matrix in plan.matrices:
-            for tp, seconds in enumerate(seconds_of(matrix, plan, rate)):
+            for tp, seconds in enumerate(seconds_of(matrix, self)):
                 busy[matrix.slot, tp] += seconds
         return max(*stacks, *(seconds + stacks[slot] for (slot, _), seconds in busy.items()))
 
     @property
-    def _ns_rate(self) -> float:
+    def ns_rate(self) -> float:
+        """Operations of Newton-Schulz in a second."""
         return self.machine.rate(self.plan.options.dtypes.newton_schulz)
 
     # Three iterations
@@ -275,7 +277,7 @@ class Times:
         loads = [0] * ranks
         for param, rank in zip(owned, assign(plan.weighed, ranks), strict=True):
             loads[rank] += plan.operations_of((param.structure, param.shape))
-        busiest = (max(loads) + max(plan.stack_operations)) / self._ns_rate
+        busiest = (max(loads) + max(plan.stack_operations)) / self.ns_rate
         muons = [p for p in plan.model.params if p.dedicated]
         moved = 7 * self._weight_bytes(plan.model.params) - 2 * self._weight_bytes(muons)
         return self._iteration(self._fsdp_blocks, busiest, exchange, moved)
@@ -308,10 +310,22 @@ def map_products(params: Sequence[Parameter]) -> list[Parameter]:
     return [p for p in params if len(p.shape) > 1 and not any(name in p.name for name in tables)]
 
 
-def seconds_of(matrix: Planned, plan: Plan, rate: float) -> list[float]:
+def seconds_of(matrix: Planned, times: Times) -> list[float]:
     """What orthogonalizing one parameter takes each rank of its owner row, by tensor-parallel rank.
 
-    The one place that says who does it: the TP owner, or all where nothing cuts it.
+    The one place that says who does it: the TP owner, all where nothing cuts it, or the ranks of a team, each
+    a part, with a reduce-scatter and two all-gathers in each step.
     """
-    whole = plan.operations_of((matrix.param.structure, matrix.param.shape)) / rate
-    return [whole if matrix.share.state(tp) else 0.0 for tp in range(plan.mesh.tp)]
+    plan, machine, team = times.plan, times.machine, matrix.share.team
+    if team is None:
+        seconds = plan.operations_of((matrix.param.structure, matrix.param.shape)) / times.ns_rate
+    else:
+        steps, size = plan.options.ns_steps, plan.mesh.tp
+        sent, received = team_elements_of(0, *team[0], size, steps)
+        itemsize = plan.options.dtypes.newton_schulz.itemsize
+        costs = [
+            *[machine.all_to_all(times.tp, sent * itemsize / steps)] * steps,
+            *[machine.ring(times.tp, received * itemsize / (2 * steps))] * 2 * steps,
+        ]
+        seconds = team_operations(*team[0], size, steps) / times.ns_rate + sum(map(sum, costs))
+    return [seconds if matrix.share.state(tp) else 0.0 for tp in range(plan.mesh.tp)]

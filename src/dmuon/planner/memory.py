@@ -51,11 +51,13 @@ def at_rest(group: Group, shard: int, replicate: int) -> Rest:
 
 
 def of_updates(group: Group, shard: int, replicate: int) -> int:
-    """Bytes that an owner keeps from a step until they are published."""
+    """Bytes that an owner keeps from a step until they are published; of a team, its part of what
+    is to be orthogonalized."""
     dtypes, total = group.dtypes, 0
     for share in group.owned.get((shard, replicate), ()):
         if share.is_cut or group.mesh.replicate > 1:
-            total += dtypes.newton_schulz.itemsize * share.state(group.tp)
+            dtype = dtypes.newton_schulz if share.team is None else dtypes.momentum
+            total += dtype.itemsize * share.state(group.tp)
     return total
 
 

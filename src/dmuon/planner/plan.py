@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 
 from ..optim.newton_schulz import operation_count
 from ..optim.products import matrices_at_once
+from ..optim.team import TeamPolicy, nominal_rates, team_cost, team_operations
 from ..ownership import (
     Matrix,
+    Shareable,
     choose_owners,
+    choose_teams,
     chunks,
     cost_of,
     imbalance,
@@ -23,7 +26,7 @@ from ..ownership import (
     lower_bound,
     matrices_of,
 )
-from ..structure import Structure
+from ..structure import PLAIN, Structure
 from . import memory, traffic
 from .cut import DEFAULT, Rule, cut_dim, is_replicated
 from .mesh import Mesh
@@ -41,6 +44,7 @@ class Options:
         dtypes: of weights, gradients, momenta and updates.
         reshard: `reshard_after_forward`.
         ns_steps, ns_algorithm: of Newton-Schulz, for its operations; "direct" is what bfloat16 takes.
+        teams: `tp_distributed_gram_policy`; "never" is `tp_distributed_gram=False`.
         tp_plan: how tensor parallelism cuts layers, by name.
     """
 
@@ -48,6 +52,7 @@ class Options:
     reshard: bool = True
     ns_steps: int = 5
     ns_algorithm: str = "direct"
+    teams: TeamPolicy = "never"
     tp_plan: Mapping[str, Rule] = field(default_factory=lambda: DEFAULT)
 
 
@@ -90,7 +95,10 @@ class Plan:
             blocks.setdefault(matrix.param.block, []).append((matrix.slot, matrix.share))
         options = self.options
         of_blocks = [
-            [Group(matrices, self.mesh, tp, options.dtypes, options.reshard) for tp in self._tps]
+            [
+                Group(matrices, self.mesh, tp, options.dtypes, options.reshard, options.ns_steps)
+                for tp in self._tps
+            ]
             for matrices in blocks.values()
         ]
         return [list(groups) for groups in zip(*of_blocks, strict=True)]
@@ -156,10 +164,12 @@ class Plan:
             for tp in self._tps if load else ():
                 result[slot, tp] += load
         for (slot, param, share), count in kinds.items():
-            whole = self.operations_of(param)
+            operations = self.operations_of(param)
+            if share.team is not None:
+                operations = team_operations(*share.team[0], self.mesh.tp, self.options.ns_steps)
             for tp in self._tps:
                 if share.state(tp):
-                    result[slot, tp] += count * whole
+                    result[slot, tp] += count * operations
         return {place: Load(operations) for place, operations in result.items()}
 
     def operations_of(self, held: tuple[Structure, tuple[int, ...]]) -> int:
@@ -279,6 +289,10 @@ class Plan:
                     continue
                 at_once = min(count, matrices_at_once(rows, cols, compute, torch.device("cuda")))
                 nbytes = at_once * memory.newton_schulz(rows, cols, compute)
+                if share.team is not None:  # the long side is shared
+                    nbytes = memory.newton_schulz(
+                        min(rows, cols), chunks(max(rows, cols), self.mesh.tp)[0], compute
+                    )
                 largest[slot, tp] = max(largest.get((slot, tp), 0), nbytes)
         return largest
 
@@ -358,8 +372,40 @@ def plan(model: Model, mesh: Mesh, options: Options | None = None) -> Plan:
         _share(param, dim, position, mesh, options)
         for param, dim, position in zip(params, dims, positions, strict=True)
     ]
+    shares = _with_teams(params, dims, slots, shares, mesh, options)
     matrices = (Planned(*fields) for fields in zip(params, slots, shares, strict=True))
     return Plan(model, mesh, options, tuple(matrices))
+
+
+def _with_teams(
+    params: Sequence[Parameter],
+    dims: Sequence[int | None],
+    slots: Sequence[int],
+    shares: Sequence[Share],
+    mesh: Mesh,
+    options: Options,
+) -> list[Share]:
+    """The shares, with teams where `Muon` on GPUs would form them."""
+    if options.teams == "never" or mesh.tp == 1:
+        return list(shares)
+    rates, dtype = nominal_rates("cuda"), options.dtypes.newton_schulz
+    able = {i for i, param in enumerate(params) if dims[i] is not None and param.structure == PLAIN}
+    if options.teams == "beneficial":
+        works = [
+            Shareable(
+                row=slots[i],
+                size=len(shares[i].pieces),
+                position=shares[i].tp_owner,
+                alone=cost_of(param.structure.matrices(param.shape)),
+                together=team_cost(param.shape, mesh.tp, options.ns_steps, dtype, rates)
+                if i in able
+                else None,
+            )
+            for i, param in enumerate(params)
+        ]
+        able = choose_teams(works)
+    teams = {i: ((params[i].shape[0], params[i].shape[1]), dims[i] or 0) for i in able}
+    return [replace(share, team=teams.get(i)) for i, share in enumerate(shares)]
 
 
 def _stack_loads(model: Model, mesh: Mesh, cost: Callable[[Structure, tuple[int, ...]], int]) -> list[int]:

@@ -75,6 +75,7 @@ def _options(plan: Plan) -> dict[str, Any]:
         "reshard_after_forward": options.reshard,
         "ns_steps": options.ns_steps,
         "ns_algorithm": options.ns_algorithm,
+        "teams": options.teams,
         "tp_plan": described(plan.model, options.tp_plan) if plan.mesh.tp > 1 else {},
     }
 
@@ -103,6 +104,7 @@ def _newton_schulz(plan: Plan) -> dict[str, Any]:
     return {
         "busiest_rank_operations": max(load.operations for load in loads),
         "mean_rank_operations": sum(load.operations for load in loads) / plan.mesh.ranks,
+        "teams": sum(matrix.share.team is not None for matrix in plan.matrices),
     }
 
 
@@ -116,7 +118,7 @@ def _time(times: Times) -> dict[str, Any]:
 
 def _dim(plan: Plan, phase: str) -> str:
     """The mesh dim over which a phase communicates."""
-    if phase in ("exchange", "publish_exchange", "sum_copies"):
+    if phase in ("exchange", "publish_exchange", "sum_copies", "team_reduce", "team_gather"):
         return "tp"
     if phase in ("reduce_replicas", "publish"):
         return plan.mesh.column_name

@@ -93,7 +93,8 @@ def _head(console: Console, report: dict[str, Any]) -> None:
         (
             "Newton-Schulz",
             f"{newton_schulz['busiest_rank_operations'] / 1e12:,.4g}e12 operations a step, busiest rank; "
-            f"{newton_schulz['mean_rank_operations'] / 1e12:,.4g}e12 in the mean",
+            f"{newton_schulz['mean_rank_operations'] / 1e12:,.4g}e12 in the mean; "
+            f"{newton_schulz['teams']:,} matrices by teams",
         ),
         (
             "bytes of an element",

@@ -12,6 +12,9 @@ import torch
 
 from ..engine.exchange import Cut, Exchange, whole_at
 from ..engine.packing import Key, Packing
+from ..engine.tensor_parallel import Slices
+from ..optim.team import team_elements_of
+from ..ownership import chunks
 from .mesh import Mesh
 
 PHASES = (
@@ -22,6 +25,8 @@ PHASES = (
     "exchange",
     "publish_exchange",
     "sum_copies",
+    "team_reduce",
+    "team_gather",
 )
 NOBODY = -1  # a coordinate: of a rank that keeps, or owns, nothing
 Moves = dict[str, tuple[int, int]]  # by phase: collectives and bytes of one rank, as Traffic counts them
@@ -53,11 +58,13 @@ class Share:
         pieces: elements, by tensor-parallel rank; one entry if nothing cuts it.
         tp_owner: position of the rank that runs Newton-Schulz.
         copies: tensor-parallel ranks that hold the same DTensor; 1 for a plain or a cut one.
+        team: of a matrix that has one, its shape and the dim that is cut; else None.
     """
 
     pieces: tuple[int, ...]
     tp_owner: int = 0
     copies: int = 1
+    team: tuple[tuple[int, int], int] | None = None
 
     @property
     def is_cut(self) -> bool:
@@ -72,6 +79,9 @@ class Share:
         """Elements of the gradient and of the momentum on a tensor-parallel rank of the owner row."""
         if not self.is_cut:
             return self.piece(tp)
+        if self.team is not None:
+            shape, _ = self.team
+            return chunks(max(shape), len(self.pieces))[tp] * min(shape)
         return sum(self.pieces) if tp == self.tp_owner else 0
 
 
@@ -89,10 +99,17 @@ class Group:
     """
 
     def __init__(
-        self, matrices: Sequence[tuple[int, Share]], mesh: Mesh, tp: int, dtypes: Dtypes, reshard: bool
+        self,
+        matrices: Sequence[tuple[int, Share]],
+        mesh: Mesh,
+        tp: int,
+        dtypes: Dtypes,
+        reshard: bool,
+        ns_steps: int = 5,
     ) -> None:
         """matrices: each with its owner's slot, in module order."""
         self.mesh, self.tp, self.dtypes, self.reshard = mesh, tp, dtypes, reshard
+        self._ns_steps = ns_steps
         placed = [((slot % mesh.shard, slot // mesh.shard), share) for slot, share in matrices]
         placed.sort(key=lambda entry: (entry[0], entry[1].copies))
         owners = tuple(owner for owner, _ in placed)
@@ -124,6 +141,14 @@ class Group:
                 nbytes = (part.stop - part.start) * self.dtypes.reduce.itemsize
                 moves["sum_copies"] = 1, 2 * (copies - 1) * nbytes // copies
         cut = [share for share in self.owned.get(owner, ()) if share.is_cut]
+        teams = [share.team[0] for share in cut if share.team is not None]
+        if teams:
+            steps, size, itemsize = self._ns_steps, mesh.tp, self.dtypes.newton_schulz.itemsize
+            sent = [team_elements_of(self.tp, *shape, size, steps) for shape in teams]
+            norms = 2 * 4 * (size - 1) * len(teams)
+            moves["team_reduce"] = steps, sum(reduced for reduced, _ in sent) * itemsize
+            moves["team_gather"] = 2 * steps + 1, sum(gathered for _, gathered in sent) * itemsize + norms
+        cut = [share for share in cut if not _stays(share)]
         if cut:
             there, back = self._exchanged(cut)
             moves["exchange"] = 1, there * self.dtypes.reduce.itemsize
@@ -157,15 +182,36 @@ def _packing(
     return Packing(keys, numels, dtype, counts=counts)
 
 
+def _stays(share: Share) -> bool:
+    """Whether the pieces of a cut matrix are the parts of its team."""
+    if share.team is None:
+        return False
+    shape, dim = share.team
+    return shape[dim] == max(shape)
+
+
 @lru_cache(maxsize=4096)  # a model has few kinds of matrices
 def _exchanged(share: Share, tp: int) -> tuple[int, int]:
     """Of one matrix. Nothing is padded, so that those of several matrices add up."""
-    ends = accumulate(share.pieces)  # as if it were flat: only sizes matter here
-    pieces = tuple((slice(end - size, end),) for size, end in zip(share.pieces, ends, strict=True))
-    shape = torch.Size([sum(share.pieces)])
-    exchange = Exchange([Cut(shape, pieces, whole_at(share.tp_owner, len(pieces), shape))], tp)
+    if share.team is None:
+        shape = torch.Size([sum(share.pieces)])  # as if it were flat: only sizes matter here
+        pieces = _runs(share.pieces, ())
+        cut = Cut(shape, pieces, whole_at(share.tp_owner, len(pieces), shape))
+    else:
+        size, ((rows, cols), dim) = len(share.pieces), share.team
+        by_rows, by_cols = _runs(chunks(rows, size), (), (cols,)), _runs(chunks(cols, size), (rows,))
+        pieces, parts = (by_cols, by_rows) if dim else (by_rows, by_cols)  # the team cuts the other side
+        cut = Cut(torch.Size((rows, cols)), pieces, parts)
+    exchange = Exchange([cut], tp)
     there, back = exchange.piece_splits, exchange.part_splits
     return sum(there) - there[tp], sum(back) - back[tp]
+
+
+def _runs(sizes: Sequence[int], before: tuple[int, ...], after: tuple[int, ...] = ()) -> tuple[Slices, ...]:
+    """Pieces that follow each other along one dim, whole along those before and after it."""
+    ends = accumulate(sizes)
+    whole = tuple(slice(0, n) for n in before), tuple(slice(0, n) for n in after)
+    return tuple((*whole[0], slice(end - n, end), *whole[1]) for n, end in zip(sizes, ends, strict=True))
 
 
 def in_sum(*addends: Moves) -> Moves:
