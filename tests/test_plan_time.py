@@ -117,6 +117,22 @@ def test_states_are_read_and_written():
     assert times_of("dp=2").dmuon().update == pytest.approx(5 * 4 * elements / 1e9)  # even here
 
 
+def test_teams_share_what_the_busiest_rank_waits_for():
+    """Llama 3 405B on 16,384 ranks, at 400 TFLOP/s."""
+    model, machine = load("llama-3-405b"), replace(MACHINES["h100-8"], tflops=400)
+    mesh = Mesh.parse("replicate=64,shard=32,tp=8")
+    alone, teams = (plan_model(model, mesh, Options(teams=policy)) for policy in ("never", "beneficial"))
+    times = Times(alone, machine, 8192)
+    assert 0.8 < times.orthogonalize() < 0.85
+    assert 0.1 < Times(teams, machine, 8192).orthogonalize() < 0.13
+    assert any("teams of 8" in sentence for sentence in sentences(times))
+    assert max(load.operations for load in teams.loads.values()) * 7.9 < max(
+        load.operations for load in alone.loads.values()
+    )
+    assert teams.rest.sum(2).max() < alone.rest.sum(2).max()
+    assert teams.peak.max() < alone.peak.max()
+
+
 def test_a_layout_is_told_what_is_wrong_and_the_way_out():
     long = sentences(times_of("dp=2048", load("llama-3-8b"), MACHINES["h100-8"], 2048))
     assert any("cannot hide behind forwards" in s and "Use rows of" in s for s in long)

@@ -569,6 +569,7 @@ KEYS = {
         "reshard_after_forward",
         "ns_steps",
         "ns_algorithm",
+        "teams",
         "tp_plan",
     },
     "balance": {
@@ -584,6 +585,7 @@ KEYS = {
     "newton_schulz": {
         "busiest_rank_operations",
         "mean_rank_operations",
+        "teams",
     },
     "time": {"machine", "tokens", "adamw", "dmuon", "two_exchanges", "advice"},
     "traffic": {"phases", "by_dim", "collectives", "bytes"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .iteration import Iteration, Times
 from .machine import Line, Machine
@@ -125,13 +125,23 @@ def sentences(times: Times) -> list[str]:
     idle = mesh.ranks - len(times.plan.loads)
     if idle and iteration.orthogonalize > _WAIT * iteration.total:
         way = (
-            "Muon(tp_distributed_gram=True) lets the ranks of a TP group share a matrix"
+            "More tensor parallelism with teams of its ranks would share matrices"
             if mesh.tp > 1
-            else "tensor parallelism with Muon(tp_distributed_gram=True) would share matrices"
+            else "Tensor parallelism with Muon(tp_distributed_gram=True) would share matrices"
         )
         said.append(
             f"{idle:,} of {mesh.ranks:,} ranks orthogonalize nothing and wait "
             f"{1e3 * iteration.orthogonalize:.1f} ms in step(), as long as the busiest takes. {way}"
+        )
+    with_teams = _with_teams(times)
+    if (
+        with_teams < iteration.orthogonalize - _WAIT * iteration.total
+        or with_teams < iteration.orthogonalize / 2
+    ):
+        before, after = 1e3 * iteration.orthogonalize, 1e3 * with_teams
+        said.append(
+            f"teams of {mesh.tp} (--teams beneficial, Muon(tp_distributed_gram=True)) would take "
+            f"Newton-Schulz of the busiest rank from {before:.1f} to {after:.1f} ms"
         )
     for count in sorted({param.shape[0] for param in times.plan.stacks}):
         without = sum(mesh.held(count, shard) == 0 for shard in range(mesh.shard))
@@ -141,6 +151,16 @@ def sentences(times: Times) -> list[str]:
                 f"any. Use rows of at most {count} ranks, and replicas (replicate=R,shard=N)"
             )
     return said
+
+
+def _with_teams(times: Times) -> float:
+    """Seconds of Newton-Schulz on the busiest rank with teams; those of now if nothing can change."""
+    each = times.plan
+    if each.options.teams != "never" or each.mesh.tp == 1:
+        return times.orthogonalize()
+    options = replace(each.options, teams="beneficial")
+    tokens = times.tokens / each.mesh.tp
+    return Times(plan(each.model, each.mesh, options), times.machine, tokens).orthogonalize()
 
 
 def _row(times: Times, size: int) -> Line:
