@@ -9,9 +9,10 @@ because it writes or is a view, is refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -110,12 +111,26 @@ class OwnedTensor(DTensor):
             return (
                 super().__torch_dispatch__(torch.ops.aten.sum.default, types, args, kwargs) / owned[0].numel()
             )
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        # For a view, torch up to 2.9 at least wants to see the class of what it gives.
+        with _as_torchs(owned) if func.is_view else contextlib.nullcontext():
+            result = super().__torch_dispatch__(func, types, args, kwargs)
         if in_place:
             return None if result is None else flat[0]
         if func is torch.ops.aten.linalg_vector_norm.default and _param_of(owned[0]).has_plain_neighbours:
             return result.full_tensor()  # torch's clip_grad_norm_ stacks it with plain norms
         return tree_map(partial(_owned_like, owned), result)
+
+
+@contextlib.contextmanager
+def _as_torchs(owned: Sequence[OwnedTensor]) -> Iterator[None]:
+    """Some of ours as plain DTensors, meanwhile."""
+    for tensor in owned:
+        tensor.__class__ = DTensor
+    try:
+        yield
+    finally:
+        for tensor in owned:
+            tensor.__class__ = OwnedTensor
 
 
 class LocalRows(torch.Tensor):
