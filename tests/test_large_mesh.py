@@ -72,6 +72,33 @@ def test_one_rank_of_many_does_as_planned(sizes):
     assert seen["kept"] == list(plan.rest_of(rank))
 
 
+# Teams, in rows of several ranks with replicas
+
+
+def order_of_publishes(rank: int) -> list[str]:
+    """The groups that a step publishes, in their order."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", rank=rank, world_size=8, store=FakeStore())
+    model = layouts.Model(depth=6)
+    teams = {"tp_distributed_gram": True, "tp_distributed_gram_policy": "always"}
+    optimizer = layouts.build(model, {"replicate": 2, "shard": 2, "tp": 2}, **teams)
+    layouts.loss_of(model, 0).backward()
+    seen: list[str] = []
+    find_runtime(model).communication.weights.on_put = lambda phase, group: seen.append(f"{phase} {group}")
+    optimizer.step()
+    optimizer.synchronize()
+    dist.destroy_process_group()
+    return seen
+
+
+def test_who_has_no_team_publishes_in_the_order_of_those_who_have():
+    code = "import json, test_large_mesh as t; print(json.dumps(t.order_of_publishes({})))"
+    first, below = (in_a_world_of_its_own(code.format(rank)) for rank in (0, 4))  # of one column
+    assert len(first) == 6
+    assert first == below
+
+
 # Warnings of long rows
 
 

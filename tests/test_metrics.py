@@ -3,6 +3,9 @@
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import dmuon
 from reference import ReferenceMuon, orthogonalize
@@ -98,3 +101,44 @@ def of_teams() -> None:
 
 def test_those_of_teams_are_those_of_owners(ranks):
     ranks(2, of_teams)
+
+
+class Skipping(nn.Module):
+    """Two matrices, of which the second may be left out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a_proj, self.b_proj = (nn.Linear(6, 6, bias=False) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return x + self.a_proj(x) + (self.b_proj(x) if uses else 0)
+
+
+class Layers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Skipping()])
+
+    def forward(self, x: torch.Tensor, uses: bool) -> torch.Tensor:
+        return self.layers[0](x, uses)
+
+
+def where_nobody_had_a_gradient() -> None:
+    model = Layers()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
+    dmuon.dedicate_params(model, mesh, predicate=lambda name, param: "_proj" in name)
+    fully_shard(model.layers[0], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = dmuon.Muon(model)
+    for uses in (True, False):
+        optimizer.zero_grad()
+        model(torch.randn(4, 6), uses).square().mean().backward()
+        optimizer.step()
+        found = optimizer.metrics()
+        assert found["update_rms/layers.0.a_proj.weight"] > 0.1
+        assert (found["update_rms/layers.0.b_proj.weight"] > 0.1) == uses
+        assert found["idle_share/layers.0.b_proj.weight"] == (not uses)
+
+
+def test_there_is_no_update_where_nobody_had_a_gradient(ranks):
+    ranks(2, where_nobody_had_a_gradient)

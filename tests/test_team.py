@@ -112,6 +112,26 @@ def test_in_float64_and_cut_either_way():
         assert (torch.cat(found, dim) - expected).abs().max() < 1e-13
 
 
+def test_matrices_that_are_cut_otherwise_are_not_one_batch():
+    """Of one shape, with equal parts on some ranks and not on others."""
+    torch.manual_seed(1)
+    matrices = [torch.randn(9, 4) for _ in range(3)]
+    bounds = [(3, 6, 9), (3, 5, 7), (3, 6, 9)]
+    cuts = [
+        tuple((slice(a, b), slice(0, 4)) for a, b in zip((0, *ends), (*ends, 9), strict=True))
+        for ends in bounds
+    ]
+    team, shapes = Team(Settings(resolve_coefficients("quintic", 5))), [m.shape for m in matrices]
+
+    def work(peers: Thread) -> list[torch.Tensor]:
+        parts = [m[cut[peers.position]] for m, cut in zip(matrices, cuts, strict=True)]
+        return team.orthogonalize(parts, shapes, peers, cuts)
+
+    found, _ = by_team(4, work)
+    for matrix, parts in zip(matrices, zip(*found, strict=True), strict=True):
+        assert (torch.cat(parts) - orthogonalize(matrix)).abs().max() < 5e-6
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("coefficients", ["quintic", "polar_express", "you"])
 def test_ill_conditioned_matrices_come_out_as_by_the_direct_form(coefficients, dtype):

@@ -320,3 +320,19 @@ def test_a_stack_of_stacks_is_the_same_as_one_stack():
     assert torch.equal(weight.flatten(0, 1), other)
     assert torch.equal(state[ROWS].flatten(0, 1), flat[ROWS])
     assert state[ROWS].all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_an_average_does_not_depend_on_who_knows_of_the_gradient(dtype):
+    """Copies of a weight differ in whether they are given a count: they must not drift apart."""
+    torch.manual_seed(1)
+    averages = [torch.randn(1000).to(dtype)] * 2
+    value = torch.randn(1000).to(dtype)
+    known, counted = (average.clone() for average in averages)
+    for decay in (0.95, 0.9, 0.3):
+        dmuon.ema_(known, value, decay, None)
+        dmuon.ema_(counted, value, decay, torch.ones(1))
+        assert torch.equal(known, counted), decay
+    before = counted.clone()
+    dmuon.ema_(counted, value, 0.5, torch.zeros(1))
+    assert torch.equal(before, counted)

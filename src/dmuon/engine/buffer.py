@@ -21,7 +21,7 @@ from .exchange import Cut, Exchange
 from .fsdp import Schedule
 from .packing import Packing
 from .parameter import DedicatedParam
-from .tensor_parallel import TensorParallel
+from .tensor_parallel import Slices, TensorParallel
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,11 @@ class Team(Protocol):
     """How ranks orthogonalize matrices together; see `dmuon.optim.team`."""
 
     def orthogonalize(
-        self, parts: Sequence[torch.Tensor], shapes: Sequence[torch.Size], peers: TeamPeers
+        self,
+        parts: Sequence[torch.Tensor],
+        shapes: Sequence[torch.Size],
+        peers: TeamPeers,
+        cuts: Sequence[tuple[Slices, ...]] | None = None,
     ) -> list[torch.Tensor]:
         """This rank's parts of the orthogonalized matrices, whose whole shapes are given."""
 
@@ -225,9 +229,10 @@ class Buffer:
             buffer = buffer[mine.start - base : mine.stop - base].clone()
         if self.reduce_dtype != torch.float16:
             buffer.div_(divisor)  # the counts as well, which only matter as zero or not
-        for copies, part in packing.parts(here.shard, here.replicate):
-            if copies:
-                communication.all_reduce("sum_copies", self.label, copies, buffer[part])
+        for dims, part in packing.parts(here.shard, here.replicate):
+            if dims:
+                ranks = next(_copies(p) for p in params if _key(p) == (here.shard, here.replicate, dims))
+                communication.all_reduce("sum_copies", self.label, ranks, buffer[part])
         return self._unpack(packing, params, taken, buffer)
 
     def _packing(self, params: Sequence[DedicatedParam]) -> Packing:
@@ -365,7 +370,8 @@ class Buffer:
                 for param in same:
                     updates[param].part = None
                 peers = self._communication.team(self.label, tp.ranks)
-                found = team.orthogonalize(parts, [param.full_shape for param in same], peers)
+                shapes, cuts = [param.full_shape for param in same], [param.parts for param in same]
+                found = team.orthogonalize(parts, shapes, peers, cuts)
                 for param, orthogonal in zip(same, found, strict=True):
                     update = updates[param]
                     update.orthogonal = orthogonal.to(update.dtype)
@@ -433,10 +439,22 @@ class Buffer:
         torch._foreach_copy_(weights, views)
 
 
-def _key(param: DedicatedParam) -> tuple[int, int, tuple[int, ...]]:
-    """Where a weight goes: its owner, and the ranks that have copies of it within an owner row."""
-    copies = param.tp.copies if param.tp is not None and len(param.tp.copies) > 1 else ()
-    return param.coordinate.shard, param.coordinate.replicate, copies
+def _key(param: DedicatedParam) -> tuple[int, int, tuple[str, ...]]:
+    """Where a weight goes: its owner, and the mesh dims along which an owner row has copies of it.
+
+    Not the ranks that have them, which would sort otherwise on other ranks of the row.
+    """
+    tp, dims = param.tp, tuple[str, ...]()
+    if tp is not None and _copies(param):
+        names = tp.mesh.mesh_dim_names or tuple(map(str, range(tp.mesh.ndim)))
+        others = (d for d in range(tp.mesh.ndim) if d not in tp.cutting and tp.mesh.size(d) > 1)
+        dims = tuple(names[d] for d in others)
+    return param.coordinate.shard, param.coordinate.replicate, dims
+
+
+def _copies(param: DedicatedParam) -> tuple[int, ...]:
+    """The ranks of an owner row that have the same piece, if there are several."""
+    return param.tp.copies if param.tp is not None and len(param.tp.copies) > 1 else ()
 
 
 def _by_tp_group(

@@ -125,7 +125,7 @@ class OwnedTensor(DTensor):
 def _as_torchs(owned: Sequence[OwnedTensor]) -> Iterator[None]:
     """Some of ours as plain DTensors, meanwhile."""
     for tensor in owned:
-        tensor.__class__ = DTensor
+        tensor.__class__ = DTensor  # type: ignore[assignment]
     try:
         yield
     finally:

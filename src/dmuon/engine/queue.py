@@ -33,7 +33,7 @@ _SECONDS_AT_EXIT = 30.0  # for what is still in a queue, whose other ranks may b
 class Ticket(Generic[T]):
     """One piece of work in a queue; it keeps all that the work refers to until it is waited for.
 
-    Whoever puts work waits for it before dropping its ticket.
+    Whoever puts work waits for it before dropping its ticket; else the computation waits when it is dropped.
     """
 
     def __init__(self, owner: Queue, phase: str, group: str, work: Callable[[], T]) -> None:
@@ -47,6 +47,11 @@ class Ticket(Generic[T]):
         self._done = threading.Lock()  # held until the work has run (CPU) or has been issued (CUDA)
         self._done.acquire()
         self._event: Any = None  # CUDA: when the work is over on the device
+
+    def __del__(self) -> None:
+        """Dropped without a wait, as by a model that goes: what the work refers to still outlives it."""
+        if getattr(self, "_event", None) is not None and self._work is not None:
+            self._queue.current_stream().wait_event(self._event)
 
     def wait(self) -> T:
         """Make the computation wait: the host on CPU, the current stream on CUDA. Returns what came of it.

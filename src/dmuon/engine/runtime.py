@@ -581,7 +581,7 @@ class Runtime:
                 upcoming = self._next_group.get(upcoming)
         # What teams compute is work of the step. Inside a layer it would, besides, be in the sight of what
         # watches its operations, such as selective activation checkpointing.
-        teams = [g for g in self.groups if any(update.team is not None for update in g.due.values())]
+        teams = [group for group in self.groups if any(param.has_team for param in group.due)]
         for group in (*ahead, *teams):
             if group.due:
                 group.publish()

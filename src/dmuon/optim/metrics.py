@@ -151,7 +151,8 @@ def _sums(optimizer: Muon, resting: torch.Tensor, structure: Structure, recipe: 
     if gradient.numel():
         for part in structure.parts(gradient):
             sums.idle = sums.idle + (structure.as_matrices(part) == 0).all(-1).all(-1).sum()
-        _look_at_update(sums, gradient, state, structure, recipe)
+        count = param.gradient_count if param is not None else None
+        _look_at_update(sums, gradient, state, structure, recipe, count)
     return sums
 
 
@@ -161,13 +162,19 @@ def _look_at_update(
     state: dict[str, torch.Tensor],
     structure: Structure,
     recipe: Recipe,
+    count: torch.Tensor | None,
 ) -> None:
-    """The step's update once more. The state has been advanced, and without a gradient it stays as it is."""
+    """The step's update once more. The state has been advanced, and without a gradient it stays as it is.
+
+    count: of ranks that had a gradient, where it may be 0, and there was no update.
+    """
     live = torch.zeros(1, device=gradient.device)
     directions = recipe.buffer(len(gradient), gradient.shape[1:], gradient.device)
     held = {name: state[name] for name in recipe.variant.elementwise}
     recipe.direction(gradient, held, live, directions)
     update = recipe.orthogonalize(directions, structure)
+    if count is not None:
+        update.mul_(count > 0)
     kinds = structure.matrices(update.shape[1:])
     for part, (_, rows, cols) in zip(structure.parts(update), kinds, strict=True):
         for matrix in structure.as_matrices(part):
@@ -178,6 +185,8 @@ def _look_at_update(
                 gram.diagonal().sub_(1)
             sums.residual = sums.residual + _square(gram)
     recipe.finish(update, structure, state, live)
+    if count is not None:
+        update.mul_(count > 0)
     sums.update = _square(update) * scale_of(structure, update.shape[1:], recipe.rule.adjust_lr_fn) ** 2
     recipe.scratch.give_back(directions, *(() if update is directions else (update,)))
 
@@ -200,6 +209,8 @@ def _look_at_teams_update(
         direction = torch.empty(gradient.shape, dtype=recipe.dtype, device=gradient.device)
         recipe.direction(gradient, state, torch.zeros(1, device=gradient.device), direction)
         update = team.orthogonalize([direction], [param.full_shape], peers)[0]
+        if param.gradient_count is not None:
+            update.mul_(param.gradient_count > 0)
         scale = scale_of(param.structure, param.full_shape, recipe.rule.adjust_lr_fn)
         sums.update = _square(update) * scale**2
         sums.residual = team.residual(update, param.full_shape, peers)

@@ -30,10 +30,11 @@ from torch import Tensor
 
 from ..engine.collectives import TeamPeers
 from ..engine.parameter import DedicatedParam
-from ..ownership import Shareable, busiest_rank, choose_teams, chunks, cost_of
+from ..engine.tensor_parallel import Slices
+from ..ownership import Shareable, busiest_rank, choose_teams, chunks
 from ..scratch import Scratch
 from ..structure import PLAIN
-from .newton_schulz import Settings, apply_factor, divide, gram_of, measure
+from .newton_schulz import Settings, apply_factor, divide, gram_of, measure, operation_count
 from .products import SymmetricProduct, multiply_add, symmetric_product
 
 TeamPolicy = Literal["beneficial", "always", "never"]
@@ -46,7 +47,11 @@ class Team:
     settings: Settings
 
     def orthogonalize(
-        self, parts: Sequence[Tensor], shapes: Sequence[torch.Size], peers: TeamPeers
+        self,
+        parts: Sequence[Tensor],
+        shapes: Sequence[torch.Size],
+        peers: TeamPeers,
+        cuts: Sequence[tuple[Slices, ...]] | None = None,
     ) -> list[Tensor]:
         """This rank's parts of the orthogonalized matrices, in the dtype of Newton-Schulz; new tensors.
 
@@ -56,12 +61,15 @@ class Team:
             parts: [rows, cols] of each matrix; the side that is not cut is whole. Read only.
             shapes: of the whole matrices.
             peers: the team.
+            cuts: of each matrix, the parts of all ranks; None: all of one shape are cut alike. What goes into
+                one batch has to be alike on all ranks, and this rank's part alone does not tell.
         """
         scratch = Scratch(reuse=False)
         dtype = self.settings.compute_dtype(parts[0].dtype, parts[0].device)
-        batches: dict[tuple[torch.Size, torch.Size], list[int]] = {}  # matrices that are alike
-        for index, (part, shape) in enumerate(zip(parts, shapes, strict=True)):
-            batches.setdefault((shape, part.shape), []).append(index)
+        batches: dict[tuple[torch.Size, object], list[int]] = {}  # matrices that are alike
+        for index, shape in enumerate(shapes):
+            cut = cuts and tuple((s.start, s.stop) for slices in cuts[index] for s in slices)
+            batches.setdefault((shape, cut), []).append(index)
         measured = [measure(torch.stack([parts[i] for i in alike]), scratch) for alike in batches.values()]
         works = [
             _Work(x, shape, self.settings)
@@ -234,23 +242,27 @@ def teams_of(
     able = {index for index, param in enumerate(params) if can_have_team(param)}
     if policy == "never" or not able:
         return set(), ""
-    works = [_shareable(param, len(settings.triples), dtype) for param in params]
+    works = [_shareable(param, settings, dtype) for param in params]
     chosen = able if policy == "always" else choose_teams(works)
-    left = busiest_rank(works, chosen) / busiest_rank(works, ())
+    left = busiest_rank(works, chosen) / max(1, busiest_rank(works, ()))
     words = (
         f"{len(chosen)} of {len(params)} matrices by teams, whose busiest rank takes {left:.2f} of the time"
     )
     return {params[index] for index in chosen}, words
 
 
-def _shareable(param: DedicatedParam, steps: int, dtype: torch.dtype) -> Shareable:
+def _shareable(param: DedicatedParam, settings: Settings, dtype: torch.dtype) -> Shareable:
+    steps, kinds = len(settings.triples), param.structure.matrices(param.full_shape)
     size = param.tp.size if param.tp is not None else 1
     rates = nominal_rates(param.layout.device.type)
     return Shareable(
         row=param.layout.slot_of(param.coordinate),
         size=size,
         position=param.tp_owner if size > 1 else 0,
-        alone=cost_of(param.structure.matrices(param.full_shape)),
+        alone=sum(
+            count * operation_count(rows, cols, steps=steps, algorithm=settings.form(rows, cols, dtype))
+            for count, rows, cols in kinds
+        ),
         together=team_cost(param.full_shape, size, steps, dtype, rates) if can_have_team(param) else None,
     )
 

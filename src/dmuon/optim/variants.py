@@ -149,12 +149,18 @@ class NorMuon(Variant):
 
 def ema_(average: Tensor, value: Tensor, decay: float, live: Tensor | None) -> None:
     """average <- decay average + (1 - decay) value, in place; where `live` is 0 it stays as it is, bit by
-    bit. So nobody has to ask the device."""
+    bit. So nobody has to ask the device.
+
+    The result does not depend, not even in the last bit, on whether `live` is given: copies differ in that.
+    """
+    value = value.to(average.dtype)
     if live is None:
-        average.lerp_(value.to(average.dtype), 1 - decay)
-    else:
-        step = live.new_full((), 1 - decay, dtype=average.dtype)
-        average.lerp_(value.to(average.dtype), torch.where(live > 0, step, torch.zeros_like(step)))
+        average.lerp_(value, 1 - decay)
+    else:  # as the line above, which computes in this dtype
+        dtype = torch.promote_types(average.dtype, torch.float32)
+        step = live.new_full((), 1 - decay, dtype=dtype)
+        step = torch.where(live > 0, step, torch.zeros_like(step))
+        average.copy_(torch.lerp(average.to(dtype), value.to(dtype), step))
 
 
 def check_variant(variant: object) -> Variant:
