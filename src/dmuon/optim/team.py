@@ -31,7 +31,7 @@ from torch import Tensor
 from ..engine.collectives import TeamPeers
 from ..engine.parameter import DedicatedParam
 from ..engine.tensor_parallel import Slices
-from ..ownership import Shareable, busiest_rank, choose_teams, chunks
+from ..ownership import Kind, Shareable, busiest_rank, choose_teams, chunks
 from ..scratch import Scratch
 from ..structure import PLAIN
 from .newton_schulz import Settings, apply_factor, divide, gram_of, measure, operation_count
@@ -205,18 +205,18 @@ def team_operations(rows: int, cols: int, size: int, steps: int) -> int:
     return steps * (4 * m * m * chunks(n, size)[0] + 2 * m * m * chunks(m, size)[0])
 
 
-def team_elements(rows: int, cols: int, size: int, steps: int) -> tuple[int, int]:
-    """Elements, in the dtype of Newton-Schulz, that the ranks of a team send together for one matrix: in its
-    reduce-scatters, and in its all-gathers. Two numbers of 4 bytes for each rank and other rank besides."""
-    m = min(rows, cols)
-    return steps * (size - 1) * m * m, steps * 2 * (size - 1) * size * chunks(m, size)[0] * m
-
-
 def team_elements_of(position: int, rows: int, cols: int, size: int, steps: int) -> tuple[int, int]:
-    """Of these, those that one rank sends in reduce-scatters, and that it receives in all-gathers."""
+    """Elements, in the dtype of Newton-Schulz, that one rank of a team sends in the reduce-scatters of one
+    matrix, and that it receives in all-gathers. Two numbers of 4 bytes from each other rank besides."""
     m = min(rows, cols)
     blocks = chunks(m, size)
     return steps * m * (m - blocks[position]), steps * 2 * (size - 1) * blocks[0] * m
+
+
+def team_elements(rows: int, cols: int, size: int, steps: int) -> tuple[int, int]:
+    """Of these, those of all ranks together."""
+    of_ranks = [team_elements_of(position, rows, cols, size, steps) for position in range(size)]
+    return sum(reduced for reduced, _ in of_ranks), sum(gathered for _, gathered in of_ranks)
 
 
 def team_cost(shape: Sequence[int], size: int, steps: int, dtype: torch.dtype, rates: Rates) -> int:
@@ -252,19 +252,41 @@ def teams_of(
 
 
 def _shareable(param: DedicatedParam, settings: Settings, dtype: torch.dtype) -> Shareable:
-    steps, kinds = len(settings.triples), param.structure.matrices(param.full_shape)
     size = param.tp.size if param.tp is not None else 1
-    rates = nominal_rates(param.layout.device.type)
-    return Shareable(
+    return shareable(
         row=param.layout.slot_of(param.coordinate),
         size=size,
         position=param.tp_owner if size > 1 else 0,
-        alone=sum(
-            count * operation_count(rows, cols, steps=steps, algorithm=settings.form(rows, cols, dtype))
-            for count, rows, cols in kinds
-        ),
-        together=team_cost(param.full_shape, size, steps, dtype, rates) if can_have_team(param) else None,
+        kinds=param.structure.matrices(param.full_shape),
+        able=can_have_team(param),
+        settings=settings,
+        dtype=dtype,
+        rates=nominal_rates(param.layout.device.type),
     )
+
+
+def shareable(
+    *,
+    row: int,
+    size: int,
+    position: int,
+    kinds: Sequence[Kind],
+    able: bool,
+    settings: Settings,
+    dtype: torch.dtype,
+    rates: Rates,
+) -> Shareable:
+    """One parameter for `choose_teams`, with what it takes its TP owner and what a team, in operations.
+
+    kinds: what it holds. able: it is a single matrix that may have a team. dtype: of Newton-Schulz.
+    """
+    steps = len(settings.triples)
+    alone = sum(
+        count * operation_count(rows, cols, steps=steps, algorithm=settings.form(rows, cols, dtype))
+        for count, rows, cols in kinds
+    )
+    together = team_cost(kinds[0][1:], size, steps, dtype, rates) if able else None
+    return Shareable(row, size, position, alone, together)
 
 
 def check_policy(policy: object) -> TeamPolicy:

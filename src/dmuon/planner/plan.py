@@ -10,12 +10,11 @@ from functools import cached_property
 
 import torch
 
-from ..optim.newton_schulz import operation_count
+from ..optim.newton_schulz import Settings, operation_count, resolve_coefficients
 from ..optim.products import matrices_at_once
-from ..optim.team import TeamPolicy, nominal_rates, team_cost, team_operations
+from ..optim.team import TeamPolicy, nominal_rates, shareable, team_operations
 from ..ownership import (
     Matrix,
-    Shareable,
     choose_owners,
     choose_teams,
     chunks,
@@ -391,15 +390,18 @@ def _with_teams(
     rates, dtype = nominal_rates("cuda"), options.dtypes.newton_schulz
     able = {i for i, param in enumerate(params) if dims[i] is not None and param.structure == PLAIN}
     if options.teams == "beneficial":
+        triples = resolve_coefficients("quintic", options.ns_steps)  # only their number counts
+        settings = Settings(triples, dtype, options.ns_algorithm)
         works = [
-            Shareable(
+            shareable(
                 row=slots[i],
                 size=len(shares[i].pieces),
                 position=shares[i].tp_owner,
-                alone=cost_of(param.structure.matrices(param.shape)),
-                together=team_cost(param.shape, mesh.tp, options.ns_steps, dtype, rates)
-                if i in able
-                else None,
+                kinds=param.structure.matrices(param.shape),
+                able=i in able,
+                settings=settings,
+                dtype=dtype,
+                rates=rates,
             )
             for i, param in enumerate(params)
         ]
